@@ -1,0 +1,39 @@
+# Needs Python 3.11 or newer, make and a package registry; each target sets up .venv when it has to.
+PYTHON ?= python3
+ARGS ?=
+RUN := .venv/bin/python
+READY := .venv/.ready
+# Jupyter does not start as root unless told to, which containers are; without a screen it prints its address.
+ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(BROWSER),$(filter Darwin,$(shell uname)))
+
+.DEFAULT_GOAL := help
+.PHONY: help lab test demo lessons lint clean
+
+help:  # no "##" here: the list is what it prints
+	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s%s\n", $$1, $$2}'
+
+lab: $(READY)  ## open the lessons in JupyterLab (without a screen: print its address)
+	$(RUN) -m jupyterlab $(ROOT) $(if $(SCREEN),,--no-browser) $(ARGS) lessons
+
+test: $(READY)  ## run the tests, e.g. make test ARGS="-k datasets -x"
+	$(RUN) -m pytest $(ARGS)
+
+demo: $(READY)  ## train digits under every strategy on real processes: one table, one figure
+	$(RUN) -m distlab demo $(ARGS)
+
+lessons: $(READY)  ## execute the lessons whose source changed (all: ARGS=--force)
+	$(RUN) lessons/build.py $(ARGS)
+
+lint: $(READY)  ## check style and types
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+clean:  ## remove .venv, caches and what was built
+	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find distlab tests lessons datasets -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lessons,test]'
+	@touch $@

@@ -1,0 +1,58 @@
+"""See how distributed training works; then import it in your own experiments.
+
+A run is a task, a strategy and a cluster:
+
+    import distlab as dl
+
+    run = dl.train(dl.tasks.digits(), dl.AsyncPS(), dl.LocalCluster(num_workers=4), num_updates=400)
+    run.history, run.trace, run.model, run.evaluate()
+"""
+
+from distlab import tasks
+from distlab.clusters import Cluster, LocalCluster
+from distlab.errors import BadMessage, DistlabError, NonFiniteLoss, PeerLost, ProcessLost, RemoteError
+from distlab.run import Run, load_run
+from distlab.strategies import (
+    AllReduce,
+    AsyncPS,
+    BroadcastGradients,
+    InGraph,
+    SingleWorker,
+    Strategy,
+    SyncPS,
+    WorkerApplies,
+)
+from distlab.task import Task, accuracy
+from distlab.trace import Event, Trace
+from distlab.train import LiveRun, start, train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllReduce",
+    "AsyncPS",
+    "BadMessage",
+    "BroadcastGradients",
+    "Cluster",
+    "DistlabError",
+    "Event",
+    "InGraph",
+    "LiveRun",
+    "LocalCluster",
+    "NonFiniteLoss",
+    "PeerLost",
+    "ProcessLost",
+    "RemoteError",
+    "Run",
+    "SingleWorker",
+    "Strategy",
+    "SyncPS",
+    "Task",
+    "Trace",
+    "WorkerApplies",
+    "accuracy",
+    "load_run",
+    "start",
+    "tasks",
+    "train",
+]

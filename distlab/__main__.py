@@ -1,0 +1,147 @@
+"""The command line, with the words of the Python interface: ``python -m distlab train --help``."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import distlab as dl
+from distlab import plots
+from distlab.options import nearest
+from distlab.run import said
+from distlab.tasks import READY
+
+STRATEGIES: dict[str, Any] = {
+    "single-worker": dl.SingleWorker,
+    "in-graph": dl.InGraph,
+    "async-ps": dl.AsyncPS,
+    "sync-ps": dl.SyncPS,
+    "all-reduce": dl.AllReduce,
+    "worker-applies": dl.WorkerApplies,
+    "broadcast-gradients": dl.BroadcastGradients,
+}
+FAMILY = ("single-worker", "in-graph", "async-ps", "sync-ps", "all-reduce")
+
+
+class Choice(click.ParamType):
+    """One of some words; a near miss names its neighbour."""
+
+    name = "name"
+
+    def __init__(self, known: Any) -> None:
+        self.known = known
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value not in self.known:
+            self.fail(f"{value!r}: {nearest(value, self.known)}", param, ctx)
+        return value
+
+
+def common(function: Any) -> Any:
+    """The options that every training command has."""
+    for option in reversed((
+        click.option("--task", default="digits", type=Choice(READY), help="What to train: digits."),
+        click.option("--num-workers", default=4, show_default=True, help="Worker processes."),
+        click.option("--batch-size", default=32, show_default=True, help="Samples per worker and step."),
+        click.option("--lr", default=0.2, show_default=True, help="Learning rate."),
+        click.option("--seed", default=0, show_default=True, help="Of model, data order and random numbers."),
+        click.option("--compute-time-s", default=0.0, help="A gradient takes at least so long (slept)."),
+    )):  # fmt: skip
+        function = option(function)
+    return function
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(dl.__version__, prog_name="distlab")
+def main() -> None:
+    """See how distributed training works, on real processes of this machine.
+
+    \b
+    python -m distlab train --strategy async-ps --num-workers 4 --num-updates 400
+    python -m distlab compare --strategies async-ps,sync-ps,all-reduce
+    """
+
+
+@main.command()
+@common
+@click.option("--strategy", default="async-ps", show_default=True, type=Choice(STRATEGIES), help="How to train.")
+@click.option("--num-updates", default=400, show_default=True, help="Versions to make.")
+@click.option("--save", type=click.Path(path_type=Path), help="Folder to write the run to.")
+def train(
+    task: str,
+    num_workers: int,
+    strategy: str,
+    num_updates: int,
+    save: Path | None,
+    compute_time_s: float,
+    **rest: Any,
+) -> None:
+    """Train one task under one strategy, and say who applied the updates."""
+    cluster = dl.LocalCluster(num_workers, compute_time_s=compute_time_s)
+    run = dl.train(READY[task](**rest), STRATEGIES[strategy](), cluster, num_updates=num_updates, progress=watched())
+    click.echo(f"{run.strategy} on {run.cluster}")
+    for event in list(run.trace.where("apply"))[-3:]:
+        click.echo(f"  {event}")
+    click.echo(f"The updates were applied by {said(run.who_applied)}.")
+    click.echo(plots.table([row(run)]))
+    if save is not None:
+        click.echo(f"written to {run.save(save)}")
+
+
+@main.command()
+@common
+@click.option("--strategies", default=",".join(FAMILY), help="Which, separated by commas.", show_default=True)
+@click.option("--num-samples", default=38_400, show_default=True, help="Samples that each strategy trains on.")
+@click.option("--figure", type=click.Path(path_type=Path), help="File to draw loss and timelines to.")
+def compare(
+    task: str,
+    num_workers: int,
+    strategies: str,
+    num_samples: int,
+    figure: Path | None,
+    compute_time_s: float,
+    **rest: Any,
+) -> None:
+    """Train the same samples under several strategies: one table, one figure."""
+    names = [Choice(STRATEGIES).convert(name.strip(), None, None) for name in strategies.split(",")]
+    with dl.LocalCluster(num_workers, compute_time_s=compute_time_s) as cluster:
+        made = READY[task](**rest)
+        runs = [dl.train(made, STRATEGIES[n](), cluster, num_samples=num_samples, progress=watched()) for n in names]
+    click.echo(plots.table([row(run) for run in runs]))
+    if figure is not None:
+        plots.plot_comparison(runs).savefig(figure, dpi=120)
+        click.echo(f"drawn to {figure}")
+
+
+@main.command()
+@click.option("--figure", default="demo.png", type=click.Path(path_type=Path), show_default=True, help="Where to draw.")
+@click.pass_context
+def demo(context: click.Context, figure: Path) -> None:
+    """Digits under every strategy on real processes, each gradient padded to 5 ms."""
+    context.invoke(compare, task="digits", num_workers=4, strategies=",".join(STRATEGIES), num_samples=38_400,
+                   figure=figure, compute_time_s=0.005, batch_size=32, lr=0.2, seed=0)  # fmt: skip
+
+
+def row(run: dl.Run) -> dict[str, Any]:
+    """One line of the table."""
+    judged = run.evaluate()
+    return {
+        "strategy": run.strategy,
+        "updates": run.num_updates,
+        "updates/s": f"{run.updates_per_s:.0f}",
+        "samples/s": f"{run.applies['samples'].sum() / run.seconds:.0f}",
+        "mean staleness": f"{run.mean_staleness:.2f}",
+        "MB sent": f"{run.bytes_sent / 1e6:.1f}",
+        "accuracy": f"{judged['accuracy']:.1%}",
+        "who applied": said(run.who_applied),
+    }
+
+
+def watched() -> bool:
+    """Is there somebody to show a progress bar to?"""
+    return sys.stderr.isatty()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What `train` asks of a cluster: launch a job, hear what happens, ask it to stop, wait for what is left.
+
+Real and simulated clusters answer the same way.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from distlab.errors import DistlabError
+from distlab.fabric import Peer
+from distlab.options import Options
+from distlab.strategies.base import Job, Outcome, Strategy
+
+
+class Sink(Protocol):
+    """Who listens to a run. Called from one thread at a time."""
+
+    def events(self, rows: np.ndarray) -> None:
+        """A batch of trace rows (dtype `trace.EVENT`)."""
+
+    def output(self, who: Peer, text: str) -> None:
+        """What a process printed."""
+
+
+@dataclass
+class Ending:
+    """How a run ended: what each process left, or the error that ended it."""
+
+    outcomes: dict[Peer, Outcome] = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+class Launched(ABC):
+    """A run under way."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ask for an early end after the update in progress; `wait` then returns an ordinary ending."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it now. All processes are gone when this returns. Harmless when it has ended."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> Ending | None:
+        """The ending, or None if there is none yet after `timeout_s`."""
+
+
+class Cluster(Options, ABC):
+    """Workers to run on.
+
+    Attributes:
+        num_workers: every process that computes gradients, spares included.
+    """
+
+    num_workers: int
+
+    @abstractmethod
+    def launch(self, strategy: Strategy, job: Job, sink: Sink) -> Launched:
+        """Start `strategy`'s processes on `job`; returns at once."""
+
+    def close(self) -> None:
+        """End what is running. A closed cluster refuses new runs."""
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ClusterClosed(DistlabError):
+    """A run was asked of a cluster that has been closed."""

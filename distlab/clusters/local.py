@@ -1,0 +1,274 @@
+"""`LocalCluster`: real processes on this machine.
+
+New processes come from a fork server that has torch loaded, so that one costs milliseconds; they are made anew
+for every run, so that nothing is left over from the last one. The caller's own process computes nothing: it
+watches, in one thread, and can always be interrupted.
+"""
+
+import atexit
+import multiprocessing as mp
+import os
+import pickle
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver, spawn
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest.mock import patch
+
+import cloudpickle
+import numpy as np
+
+from distlab.clusters import process
+from distlab.clusters.base import Cluster, ClusterClosed, Ending, Launched, Sink
+from distlab.clusters.process import Place
+from distlab.errors import PeerLost, ProcessLost, RemoteError, RemoteTraceback
+from distlab.fabric import Peer
+from distlab.options import check_count, check_seconds
+from distlab.strategies.base import Job, Strategy
+from distlab.trace import EVENT
+
+METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() and sys.platform != "darwin" else "spawn"
+CONTEXT: Any = mp.get_context(METHOD)
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "distlab.clusters.process", "distlab.strategies"]
+ROOT_CAUSE_S = 1.0  # how long a lost link waits for the news of what became of its other end
+LAST_WORDS_S = 0.2  # how long the others may take, after a failure, to hand over what they measured
+LEAVE_S = 2.0  # how long a process may take to leave after its last word
+_starting = threading.Lock()
+
+
+class LocalCluster(Cluster):
+    """`num_workers` real worker processes on this machine (and the servers or client that a strategy adds).
+
+    Reusable for many runs, one at a time; a context manager; closed at exit. Everything listens on loopback
+    only.
+
+    Args:
+        num_workers: at least 1.
+        compute_time_s: every gradient takes at least so long; the rest is slept. With it sixteen workers act
+            on two cores as if each had a device of its own.
+
+    >>> LocalCluster(num_workers=4)
+    LocalCluster(num_workers=4)
+    """
+
+    def __init__(self, num_workers: int, *, compute_time_s: float = 0.0) -> None:
+        self.num_workers = check_count("num_workers", num_workers)
+        self.compute_time_s = check_seconds("compute_time_s", compute_time_s)
+        self._runs: weakref.WeakSet[Processes] = weakref.WeakSet()
+        self._closed = False
+        warm()
+        atexit.register(_close, weakref.ref(self))
+
+    def __repr__(self) -> str:
+        padded = f", compute_time_s={self.compute_time_s:g}" if self.compute_time_s else ""
+        return f"LocalCluster(num_workers={self.num_workers}{padded})" + (" (closed)" if self._closed else "")
+
+    def launch(self, strategy: Strategy, job: Job, sink: Sink) -> "Processes":
+        if self._closed:
+            raise ClusterClosed("this LocalCluster was closed: make a new one")
+        payload = process.pack(strategy, job)
+        run = Processes(payload, strategy, self, sink)
+        self._runs.add(run)
+        return run
+
+    def close(self) -> None:
+        self._closed = True
+        for run in list(self._runs):
+            run.kill()
+
+
+def _close(cluster: "weakref.ref[LocalCluster]") -> None:
+    if (alive := cluster()) is not None:
+        alive.close()
+
+
+def warm() -> None:
+    """Start the fork server, if it is not there; it loads torch while the caller goes on."""
+    if METHOD == "forkserver":
+        CONTEXT.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+
+
+@dataclass(eq=False)
+class Member:
+    """The caller's side of one process."""
+
+    me: Peer
+    process: Any
+    control: Connection
+    out: Connection
+    said: str = ""  # "r" once its result is here, "f" once its failure is
+    step: int = -1
+    line: str = ""  # printed, but not yet ended
+
+    def __str__(self) -> str:
+        return f"{self.me} (pid {self.process.pid})"
+
+
+class Processes(Launched):
+    """The processes of one run, and the thread that watches them."""
+
+    def __init__(self, payload: bytes, strategy: Strategy, cluster: LocalCluster, sink: Sink) -> None:
+        self._sink, self._ending, self._failures = sink, Ending(), list[tuple[Member, BaseException]]()
+        self._over = threading.Event()
+        self._folder = tempfile.TemporaryDirectory(prefix="distlab-")
+        layout = strategy.layout(cluster.num_workers)
+        store, token = os.path.join(self._folder.name, "store"), secrets.randbits(63)
+        links = tuple(layout.links)
+        self._members = [
+            start(payload, Place(Peer(role, i), layout.counts, links, store, token, cluster.compute_time_s))
+            for role, count in layout.counts.items()
+            for i in range(count)
+        ]
+        self._watcher = threading.Thread(target=self._watch, name="distlab-watch", daemon=True)
+        self._watcher.start()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids, by name."""
+        return {str(m.me): m.process.pid for m in self._members}
+
+    def stop(self) -> None:
+        for member in self._members:
+            with suppress(OSError):  # it may just have ended: the watcher knows
+                member.control.send_bytes(b"stop")
+
+    def kill(self) -> None:
+        for member in self._members:
+            if member.process.is_alive():
+                os.kill(member.process.pid, signal.SIGKILL)
+        self._over.wait()
+
+    def wait(self, timeout_s: float | None = None) -> Ending | None:
+        return self._ending if self._over.wait(timeout_s) else None
+
+    def _watch(self) -> None:
+        try:
+            self._pump()
+        except BaseException as error:
+            self._ending.error = error
+        for member in self._members:
+            member.process.kill()
+            member.process.join()
+        self._folder.cleanup()
+        self._over.set()
+
+    def _pump(self) -> None:
+        """Turn pipes and deaths into events, until every process has ended or one has failed."""
+        open_ends: dict[Any, tuple[Member, bool]] = {}
+        for member in self._members:
+            open_ends |= {member.control: (member, True), member.out: (member, False)}
+        deadline = float("inf")
+        while open_ends and time.monotonic() < deadline:
+            for end in wait(list(open_ends), timeout=0.05):
+                member, is_control = open_ends[end]
+                if not (self._hear(member) if is_control else self._print(member)):
+                    del open_ends[end]
+                    if is_control:
+                        self._bury(member)
+            if self._failures and deadline == float("inf"):
+                deadline = time.monotonic() + self._patience()
+        if self._failures:
+            self._ending.error = self._cause()
+            self._drain(open_ends)
+
+    def _patience(self) -> float:
+        """A lost link is a consequence: its cause may still be on the way. So may the last events of the others."""
+        return ROOT_CAUSE_S if self._cause_is_unknown() else LAST_WORDS_S
+
+    def _cause_is_unknown(self) -> bool:
+        return all(isinstance(error, PeerLost) for _, error in self._failures)
+
+    def _cause(self) -> BaseException:
+        known = [error for _, error in self._failures if not isinstance(error, PeerLost)]
+        return known[0] if known else self._failures[0][1]
+
+    def _drain(self, open_ends: dict[Any, tuple[Member, bool]]) -> None:
+        """Keep what was measured before the failure: events that still lie in the pipes."""
+        for member in self._members:
+            member.process.kill()
+        for member, is_control in open_ends.values():
+            while self._hear(member) if is_control else self._print(member):
+                pass
+
+    def _hear(self, member: Member) -> bool:
+        """One message from a process; False if there will be no more."""
+        try:
+            data = member.control.recv_bytes()
+        except (EOFError, OSError):
+            return False
+        kind, body = chr(data[0]), data[1:]
+        if kind == "e":
+            rows = np.frombuffer(body, EVENT)
+            member.step = max(member.step, int(rows["step"].max()))
+            self._sink.events(rows)
+            return True
+        member.said = kind
+        if kind == "r":
+            self._ending.outcomes[member.me] = process.from_bytes(pickle.loads(body))
+        else:
+            self._failures.append((member, rebuild(member, *pickle.loads(body))))
+        return True
+
+    def _print(self, member: Member) -> bool:
+        try:
+            data = os.read(member.out.fileno(), 1 << 16)
+        except OSError:
+            data = b""
+        *lines, member.line = (member.line + data.decode(errors="replace")).split("\n")
+        for line in lines if data else [*lines, *filter(None, [member.line])]:
+            self._sink.output(member.me, line)
+        return bool(data)
+
+    def _bury(self, member: Member) -> None:
+        member.process.join(LEAVE_S)
+        if not member.said:
+            self._failures.append((member, lost(member)))
+
+
+def start(payload: bytes, place: Place) -> Member:
+    """Start one process. The caller's script is not imported there: what it needs travels in `payload`."""
+    control, its_control = CONTEXT.Pipe()
+    out, its_out = CONTEXT.Pipe(duplex=False)
+    args = (payload, place, its_control, its_out)
+    child = CONTEXT.Process(target=process.main, args=args, name=str(place.me), daemon=True)
+    with _starting, patch.object(spawn, "get_preparation_data", _without_main(spawn.get_preparation_data)):
+        child.start()
+    its_control.close()
+    its_out.close()
+    return Member(place.me, child, control, out)
+
+
+def _without_main(original: Any) -> Any:
+    def data(name: str) -> dict[str, Any]:
+        return {k: v for k, v in original(name).items() if not k.startswith("init_main_from")}
+
+    return data
+
+
+def rebuild(member: Member, packed: bytes | None, line: str, text: str) -> BaseException:
+    """A process's exception, as the caller will see it."""
+    try:
+        error = cloudpickle.loads(packed) if packed is not None else RemoteError(line)
+    except Exception:
+        error = RemoteError(line)
+    at = f" at step {member.step}" if member.step >= 0 else ""
+    error.add_note(f"raised on {member}{at}")
+    error.__cause__ = RemoteTraceback(text)
+    return error
+
+
+def lost(member: Member) -> ProcessLost:
+    """The error for a process that ended without a word."""
+    code = member.process.exitcode
+    how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    at = f"at step {member.step}" if member.step >= 0 else "before it reported a step"
+    return ProcessLost(f"{member} was lost {at}: {how}")

@@ -1,0 +1,138 @@
+"""One process of a real run, from its first line to its last: the far side of `local.py`.
+
+It talks to the caller over two pipes that the caller made: one for control (events, results and errors up,
+commands down), one for everything that is printed. When the control pipe closes, the caller is gone, and so is
+this process, at once.
+"""
+
+import io
+import os
+import pickle
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from distlab.fabric import Peer
+from distlab.fabric.torch_fabric import TorchFabric
+from distlab.strategies.base import Job, Outcome, Strategy
+from distlab.trace import Recorder
+
+FLUSH_S = 0.05
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process belongs: who it is, with whom, and how they find each other."""
+
+    me: Peer
+    counts: dict[str, int]
+    links: tuple[tuple[str, str], ...]
+    store: str
+    token: int
+    pad_s: float
+
+
+class Control:
+    """This process's end of the control pipe."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe, self._lock = pipe, threading.Lock()
+
+    def say(self, kind: str, value: Any = None) -> None:
+        """Send one message up, told apart by its first letter: events as raw bytes, the rest pickled."""
+        body = value if kind == "events" else pickle.dumps(value)
+        with self._lock:
+            self.pipe.send_bytes(kind[0].encode() + body)
+
+    def listen(self, fabric: TorchFabric) -> None:
+        """Obey the caller's commands until it is gone."""
+        try:
+            while self.pipe.recv_bytes() == b"stop":
+                fabric.stopping = True
+                fabric.wake()
+        except (EOFError, OSError):
+            pass
+        os._exit(0)
+
+
+def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> None:
+    """The target of the new process. Never returns: `os._exit`, so that a dead peer cannot hang the exit."""
+    os.setsid()  # an interrupt of the caller's terminal or kernel must not reach this process
+    redirect(out)
+    control = Control(pipe)
+    record = Recorder(*place.me, lambda rows: control.say("events", rows.tobytes()))
+    fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s)
+    threading.Thread(target=control.listen, args=(fabric,), daemon=True).start()
+    threading.Thread(target=flush_often, args=(record,), daemon=True).start()
+    try:
+        torch.set_num_threads(1)
+        outcome = run(payload, place, fabric)
+        record.flush()
+        control.say("result", to_bytes(outcome))
+    except BaseException as error:
+        record.flush()
+        control.say("failure", describe(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def run(payload: bytes, place: Place, fabric: TorchFabric) -> Outcome:
+    """Unpack the job, make the links, and be what the strategy says."""
+    strategy, job = cloudpickle.loads(payload)
+    fabric.connect(place.links, dist.FileStore(place.store, -1))
+    left: list[Outcome] = []
+    fabric.spawn(lambda: left.append(strategy.run(fabric, job))).join()
+    return left[0]
+
+
+def redirect(out: Connection) -> None:
+    """Send file descriptors 1 and 2 up the pipe: that catches what C++ prints as well."""
+    os.dup2(out.fileno(), 1)
+    os.dup2(out.fileno(), 2)
+    out.close()
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def flush_often(record: Recorder) -> None:
+    """Hand over events every 50 ms; ends with the process."""
+    tick = threading.Event()
+    while not tick.wait(FLUSH_S):
+        record.flush()
+
+
+def to_bytes(outcome: Outcome) -> bytes:
+    """An outcome for the pipe; tensors by value."""
+    buffer = io.BytesIO()
+    torch.save(vars(outcome), buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> Outcome:
+    """The outcome that `to_bytes` packed."""
+    return Outcome(**torch.load(io.BytesIO(data), weights_only=True))
+
+
+def describe(error: BaseException) -> tuple[bytes | None, str, str]:
+    """An exception for the caller: itself if it can be pickled, its one line, its traceback."""
+    text = "".join(traceback.format_exception(error))
+    line = "".join(traceback.format_exception_only(error)).strip()
+    try:
+        packed = cloudpickle.dumps(error)
+        cloudpickle.loads(packed)
+    except Exception:
+        return None, line, text
+    return packed, line, text
+
+
+def pack(strategy: Strategy, job: Job) -> bytes:
+    """Strategy and job for the pipe. What a notebook cell defines goes by value."""
+    return cloudpickle.dumps((strategy, job))

@@ -1,0 +1,109 @@
+"""Which samples a worker sees, and in which order.
+
+There is one endless stream of samples: each epoch's own permutation of the data set, one after the other.
+Round k hands the next ``num_workers * batch_size`` of them out, a slice to each worker in turn, so that N
+workers with batches of b see together exactly what one worker with batches of N * b sees alone. That is why a
+synchronous strategy can be compared with plain training to the last digit.
+
+No sample is left out and no batch is short: a batch may reach over the end of an epoch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Stream:
+    """One worker's part of the stream.
+
+    Args:
+        data: tensors of equal length (a tuple or a dict of them), or a map-style dataset.
+        batch_size: samples a batch of this worker.
+        index, num_workers: which slice of each round.
+        seed: of the permutations; equal on all workers.
+
+    >>> stream = Stream((torch.arange(6),), batch_size=2, index=1, num_workers=3, seed=0)
+    >>> whole = Stream((torch.arange(6),), batch_size=6, index=0, num_workers=1, seed=0)
+    >>> stream.batch(0)[0].equal(whole.batch(0)[0][2:4])
+    True
+    """
+
+    def __init__(self, data: Any, *, batch_size: int, index: int = 0, num_workers: int = 1, seed: int = 0) -> None:
+        self.data, self.batch_size, self.index, self.num_workers, self.seed = (
+            data,
+            batch_size,
+            index,
+            num_workers,
+            seed,
+        )
+        self.length = length_of(data)
+        self._epochs: dict[int, Tensor] = {}
+
+    def indices(self, step: int) -> list[int]:
+        """The indices into the data set of batch number `step`."""
+        start = (step * self.num_workers + self.index) * self.batch_size
+        places = range(start, start + self.batch_size)
+        return [int(self._epoch(place // self.length)[place % self.length]) for place in places]
+
+    def batch(self, step: int) -> Any:
+        """Batch number `step`: (tensor, ...), a dict, or what the dataset's items collate to."""
+        return collate(self.data, self.indices(step))
+
+    def _epoch(self, number: int) -> Tensor:
+        if number not in self._epochs:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+            kept = {n: e for n, e in self._epochs.items() if n >= number - 1}
+            self._epochs = kept | {number: torch.randperm(self.length, generator=generator)}
+        return self._epochs[number]
+
+
+def length_of(data: Any) -> int:
+    """How many samples `data` holds; TypeError or ValueError that says what is wrong with it."""
+    parts = tensors_of(data)
+    if parts is None:
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            raise TypeError(
+                f"data must be tensors or a map-style dataset (len(data) and data[i]), got {type(data).__name__}"
+            )
+        return len(data)
+    lengths = {len(part) for part in parts}
+    if len(lengths) != 1:
+        raise ValueError(f"data tensors must be of one length, got {sorted(lengths)}")
+    return lengths.pop()
+
+
+def tensors_of(data: Any) -> list[Tensor] | None:
+    """The tensors of a tuple, list or dict of tensors; None for anything else."""
+    parts = list(data.values()) if isinstance(data, Mapping) else data
+    if isinstance(parts, Sequence) and parts and all(isinstance(p, Tensor) for p in parts):
+        return list(parts)
+    return None
+
+
+def collate(data: Any, indices: Sequence[int]) -> Any:
+    """The samples at `indices` as one batch."""
+    if tensors_of(data) is None:
+        return torch.utils.data.default_collate([data[i] for i in indices])
+    chosen = torch.as_tensor(indices)
+    if isinstance(data, Mapping):
+        return {name: part[chosen] for name, part in data.items()}
+    return tuple(part[chosen] for part in data)
+
+
+def pieces(batch: Any, parts: int) -> list[Any]:
+    """`batch` cut along the first dimension into `parts` pieces, as even as can be; empty ones left out."""
+    if isinstance(batch, Tensor):
+        return [p for p in torch.tensor_split(batch, parts) if len(p)]
+    if isinstance(batch, Mapping):
+        columns = {name: pieces(value, parts) for name, value in batch.items()}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [type(batch)(row) for row in zip(*(pieces(value, parts) for value in batch), strict=True)]
+
+
+def size_of(batch: Any) -> int:
+    """How many samples a batch holds."""
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return len(batch)

@@ -1,0 +1,169 @@
+"""The interface between a strategy and the world it runs in.
+
+A strategy is plain blocking code: it sends, receives, computes, locks and waits. It does all of that through
+the `Fabric` of its process, and so cannot tell whether the other end is a process with a wall clock or a
+greenlet with a virtual one. The hard idea is what is *not* here: no tensors that two ends share, no time that
+passes unseen, no thread primitive. A message that was sent is a copy; waiting is always `recv` or `until`.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from distlab.trace import Recorder
+
+T = TypeVar("T")
+
+
+class Peer(NamedTuple):
+    """A process of a run: its role and its number in that role."""
+
+    role: str
+    index: int  # type: ignore[assignment]  # a tuple has a method of that name, which nobody needs here
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    INIT = 1  # chief to server: the first parameters
+    PULL = 2  # worker to server: send me parameters
+    PUSH = 3  # worker to server: here is a gradient
+    PARAMS = 4  # server to worker: parameters of a version
+    GRADIENT = 5  # server to worker, or replica to client: a gradient
+    STORE = 6  # worker to server: parameters that the worker has changed itself
+    STOP = 7  # the run is over
+    DATA = 8  # a client's part of a batch, or a collective's piece
+    OUTPUTS = 9  # replica to client: what its model said
+    BACKWARD = 10  # client to replica: the gradient of the loss by those outputs
+    GROW = 11  # the next message is longer than any before (handled by the link)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message. Its tensors may be used until the next `recv` on the same link; copy what must live longer."""
+
+    kind: Kind
+    tensors: Sequence[Tensor] = ()
+    version: int = -1
+    step: int = -1
+    samples: int = 0
+    loss: float = math.nan
+    num_bytes: int = 0
+    sent_s: float = math.nan
+
+    @property
+    def values(self) -> Tensor:
+        """The one tensor of a message that carries one."""
+        assert len(self.tensors) == 1, f"a {self.kind.name} message with {len(self.tensors)} tensors"
+        return self.tensors[0]
+
+
+class Link(ABC):
+    """A two-way connection to one peer. Messages arrive whole and in order."""
+
+    peer: Peer
+
+    @abstractmethod
+    def post(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor] = (),
+        *,
+        version: int = -1,
+        step: int = -1,
+        samples: int = 0,
+        loss: float = math.nan,
+    ) -> int:
+        """Start to send a copy of `tensors`; returns the bytes. At most one post at a time is under way: the next
+        one waits for it."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until what was posted has left; PeerLost if the peer is gone."""
+
+    @abstractmethod
+    def recv(self) -> Message:
+        """Wait for the next message; PeerLost if the peer is gone, BadMessage if it is not what was agreed."""
+
+    def send(self, kind: Kind, tensors: Sequence[Tensor] = (), **header: Any) -> int:
+        """Post and flush."""
+        num_bytes = self.post(kind, tensors, **header)
+        self.flush()
+        return num_bytes
+
+
+class Running(ABC):
+    """A task that `Fabric.spawn` started."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Wait until it has ended."""
+
+
+@dataclass
+class Timed:
+    """What `Fabric.timed` measured."""
+
+    value: Any
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Fabric(ABC):
+    """One process's view of a run.
+
+    Attributes:
+        me: role and number.
+        counts: how many processes each role has.
+        record: writes an event of this process into the trace.
+        stopping: true once somebody asked the run to stop early.
+    """
+
+    me: Peer
+    counts: dict[str, int]
+    record: Recorder
+    stopping: bool = field(default=False, init=False)
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on this world's clock."""
+
+    @abstractmethod
+    def seed(self, number: int) -> None:
+        """Seed the random numbers (torch, numpy, random) that user code on this process will draw."""
+
+    @abstractmethod
+    def link(self, role: str, index: int) -> Link:
+        """The link to one process."""
+
+    def links(self, role: str) -> list[Link]:
+        """The links to every process of a role but this one, by index."""
+        return [self.link(role, i) for i in range(self.counts[role]) if (role, i) != self.me]
+
+    @abstractmethod
+    def spawn(self, function: Callable[..., None], *args: Any) -> Running:
+        """Run `function` beside this code; an exception in it ends this process's part of the run."""
+
+    @abstractmethod
+    def lock(self, name: str = "") -> AbstractContextManager[Any]:
+        """The lock called `name`; leaving it lets every waiting `until` look again."""
+
+    @abstractmethod
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds. It must read only what is changed inside a `lock`."""
+
+    @abstractmethod
+    def timed(self, kind: str, function: Callable[[], Any], share: float = 1.0) -> Timed:
+        """Do `function` and say when. The one door for user code and for work that takes time: a simulated world
+        charges its law for `kind` ("compute", "load", "apply", "dispatch", "loss"), a real one measures; `share`
+        says which part of a whole gradient this is."""

@@ -1,0 +1,87 @@
+"""How a message lies in memory: a fixed header, a line per tensor, then the tensors.
+
+Header and payload travel together, so a push is one message. gloo believes whatever size its peer sends;
+therefore every field is checked here before anything uses it.
+"""
+
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.errors import BadMessage
+from distlab.fabric.base import Kind, Message, Peer
+from distlab.trace import ROLES
+
+MAGIC = 0x6469_7374_6C61_6201  # "distlab", wire version 1
+HEADER = struct.Struct("<QqqqqqqqqdQ")  # magic kind role index version step samples sent_ns count loss token
+LINE = struct.Struct("<10q")  # dtype, number of dimensions, up to 8 of them
+ALIGN = 64
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+MAX_TENSORS, MAX_BYTES = 256, 1 << 36
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to the alignment of tensors in a message."""
+    return -(-num_bytes // ALIGN) * ALIGN
+
+
+def size(tensors: Sequence[Tensor]) -> int:
+    """The bytes that a message with these tensors takes."""
+    head = aligned(HEADER.size + LINE.size * len(tensors))
+    return head + sum(aligned(t.numel() * t.element_size()) for t in tensors)
+
+
+def encode(buffer: Tensor, tensors: Sequence[Tensor], message: Message, sender: Peer, token: int) -> int:
+    """Write a message into `buffer` (bytes, uint8); returns its size in bytes."""
+    view: Any = buffer.numpy()
+    role = ROLES.index(sender.role)
+    head = (message.kind, role, sender.index, message.version, message.step, message.samples)
+    HEADER.pack_into(view, 0, MAGIC, *head, time.monotonic_ns(), len(tensors), message.loss, token)
+    start = aligned(HEADER.size + LINE.size * len(tensors))
+    for i, tensor in enumerate(tensors):
+        shape = tuple(tensor.shape)
+        line = (DTYPES.index(tensor.dtype), len(shape), *shape, *(0,) * (8 - len(shape)))
+        LINE.pack_into(view, HEADER.size + i * LINE.size, *line)
+        num_bytes = tensor.numel() * tensor.element_size()
+        buffer[start : start + num_bytes].view(tensor.dtype).view(shape).copy_(tensor)
+        start += aligned(num_bytes)
+    return start
+
+
+def decode(buffer: Tensor, sender: Peer, token: int) -> Message:
+    """The message in `buffer`; its tensors are views. BadMessage if it is not what `sender` may say."""
+    view: Any = buffer.numpy()
+    magic, kind, role, index, version, step, samples, sent_ns, count, loss, its_token = HEADER.unpack_from(view, 0)
+    if magic != MAGIC or its_token != token:
+        raise BadMessage(f"a message on the link to {sender} is not from this run")
+    if not (0 <= role < len(ROLES) and Peer(ROLES[role], index) == sender):
+        raise BadMessage(f"a message on the link to {sender} says it is from role {role}, number {index}")
+    if kind not in Kind._value2member_map_ or not 0 <= count <= MAX_TENSORS:
+        raise BadMessage(f"a message from {sender} has kind {kind} and {count} tensors")
+    start, tensors = aligned(HEADER.size + LINE.size * count), []
+    if start > buffer.numel():
+        raise BadMessage(f"a message from {sender} announces {count} tensors, more than the agreed size holds")
+    for i in range(count):
+        line = LINE.unpack_from(view, HEADER.size + i * LINE.size)
+        tensor, start = _tensor(buffer, start, line, sender)
+        tensors.append(tensor)
+    return Message(Kind(kind), tensors, version, step, samples, loss, start, sent_ns * 1e-9)
+
+
+def _tensor(buffer: Tensor, start: int, line: tuple[int, ...], sender: Peer) -> tuple[Tensor, int]:
+    code, ndim, *dims = line
+    if not (0 <= code < len(DTYPES) and 0 <= ndim <= 8 and all(d >= 0 for d in dims)):
+        raise BadMessage(f"a message from {sender} describes a tensor of dtype {code} and {ndim} dimensions")
+    shape, dtype = dims[:ndim], DTYPES[code]
+    numel = 1
+    for d in shape:
+        numel *= d
+    num_bytes = numel * dtype.itemsize
+    if start + num_bytes > buffer.numel():
+        raise BadMessage(f"a message from {sender} announces a tensor {shape}, {num_bytes} bytes: more than was agreed")
+    return buffer[start : start + num_bytes].view(dtype).view(shape), start + aligned(num_bytes)

@@ -1,0 +1,74 @@
+"""The worker: a model, its own stream of samples, and `gradient`.
+
+It is the same under every strategy; what differs is where its parameters come from and where its gradient goes.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from distlab.data import Stream, size_of
+from distlab.errors import NonFiniteLoss
+from distlab.fabric import Fabric
+from distlab.flat import Flat
+from distlab.roles.updater import Gradient, Params
+from distlab.task import Task
+
+
+class Worker:
+    """Computes gradients.
+
+    Attributes:
+        index: its number; 0 is the chief.
+        model, flat: its copy of the model.
+        step: how many batches it has finished.
+        ended: set when the run is over; `batches` then stops.
+    """
+
+    def __init__(self, fabric: Fabric, task: Task, *, index: int, num_workers: int, batch_size: int) -> None:
+        self.fabric, self.task, self.index = fabric, task, index
+        self.model = task.build()
+        self.model.train()
+        self.flat = Flat(self.model)
+        self.step, self.ended = 0, False
+        self.stream = Stream(task.train, batch_size=batch_size, index=index, num_workers=num_workers, seed=task.seed)
+        fabric.seed(task.seed * 1_000_003 + index)
+
+    @property
+    def is_chief(self) -> bool:
+        """Worker 0 initialises and logs."""
+        return self.index == 0
+
+    def initial(self) -> Params:
+        """The parameters as the model factory made them."""
+        return Params(self.flat.params.clone(), 0)
+
+    def batches(self) -> Iterator[Any]:
+        """This worker's batches, until the run is over."""
+        while not self.ended:
+            yield self.fabric.timed("load", lambda: self.stream.batch(self.step)).value
+            self.step += 1
+
+    def gradient(self, params: Params, batch: Any) -> Gradient:
+        """The gradient of the mean loss over `batch` at `params`.
+
+        Its values are this worker's own buffer, good until the next call. Buffers of the model (BatchNorm) change
+        here and nowhere else.
+
+        Raises:
+            NonFiniteLoss: the loss is infinite or not a number.
+        """
+        if params.values.data_ptr() != self.flat.params.data_ptr():
+            self.flat.params.copy_(params.values)
+        done = self.fabric.timed("compute", lambda: self._backward(batch))
+        gradient = Gradient(self.flat.grads, params.version, self.index, self.step, size_of(batch), done.value)
+        self.fabric.record("compute", done.start_s, done.end_s, version=params.version, **gradient.facts)
+        if not math.isfinite(done.value):
+            raise NonFiniteLoss(str(self.fabric.me), self.step, done.value)
+        return gradient
+
+    def _backward(self, batch: Any) -> float:
+        self.flat.grads.zero_()
+        loss = self.task.loss_of(self.task.outputs(self.model, batch), batch)
+        loss.backward()
+        return loss.item()

@@ -1,0 +1,21 @@
+"""One algorithm a file. Put two files side by side: their difference is the difference between the algorithms."""
+
+from distlab.strategies.all_reduce import AllReduce
+from distlab.strategies.async_ps import AsyncPS
+from distlab.strategies.base import Strategy
+from distlab.strategies.broadcast_gradients import BroadcastGradients
+from distlab.strategies.in_graph import InGraph
+from distlab.strategies.single_worker import SingleWorker
+from distlab.strategies.sync_ps import SyncPS
+from distlab.strategies.worker_applies import WorkerApplies
+
+__all__ = [
+    "AllReduce",
+    "AsyncPS",
+    "BroadcastGradients",
+    "InGraph",
+    "SingleWorker",
+    "Strategy",
+    "SyncPS",
+    "WorkerApplies",
+]

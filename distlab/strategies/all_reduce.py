@@ -1,0 +1,51 @@
+"""Synchronous all-reduce: no server. Every worker holds the model, all sum their gradients, all apply the sum.
+
+The replicas never exchange parameters after the start: they stay equal because they apply the same update.
+"""
+
+from dataclasses import dataclass
+
+from distlab.collectives import Ranks, all_reduce, broadcast
+from distlab.fabric import Fabric
+from distlab.flat import local_state
+from distlab.roles.updater import Gradient, Params, Updater
+from distlab.roles.worker import Worker
+from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AllReduce(Strategy):
+    """Each step: compute, all-reduce, apply. One message holds the gradient, a count and the votes to stop.
+
+    Who applies: every worker, the same update; the replicas hold the same bits after every step.
+    Assumes: mean loss, equal batches, no dropout or BatchNorm, to equal a batch N times as large.
+    If a worker dies: the run ends with an error that names it.
+    """
+
+    def layout(self, num_workers: int) -> Layout:
+        return Layout({"worker": num_workers}, [("worker", "worker")])
+
+    def run(self, fabric: Fabric, job: Job) -> Outcome:
+        worker = worker_of(fabric, job)
+        updater = Updater(fabric, job.task, worker.flat)
+        links = [None if i == worker.index else fabric.link("worker", i) for i in range(job.num_workers)]
+        ranks = Ranks(worker.index, links)
+        broadcast(ranks, worker.flat.params)
+        for batch in worker.batches():
+            gradient = worker.gradient(Params(worker.flat.params, updater.version), batch)
+            contributors, votes = self.reduce(worker, ranks, gradient)
+            updater.apply(gradient, mean=worker.flat.grads.div_(contributors))
+            worker.ended = updater.version >= job.num_updates or votes > 0
+        return Outcome(worker.flat.params, updater.version, local_state(worker.model), worker.step)
+
+    def reduce(self, worker: Worker, ranks: Ranks, gradient: Gradient) -> tuple[float, float]:
+        """Sum the workers' gradients into `worker.flat.grads`; returns how many there were and votes to stop."""
+        flat, fabric = worker.flat, worker.fabric
+        flat.tail.zero_()
+        flat.tail[0], flat.tail[1] = 1.0, float(fabric.stopping)
+        start, before = fabric.now(), ranks.sent_bytes
+        all_reduce(ranks, flat.message)
+        sent = ranks.sent_bytes - before
+        fabric.record("reduce", start, fabric.now(), worker=worker.index, step=gradient.step, num_bytes=sent)
+        contributors, votes = flat.tail[:2].tolist()
+        return contributors, votes

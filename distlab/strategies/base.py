@@ -1,0 +1,151 @@
+"""What a strategy is: which processes there are, who talks to whom, and what each of them does.
+
+To write one, subclass `Strategy` (or `ParameterServerStrategy`) and write plain blocking code. It runs in one
+process per role and number; the same lines run on real processes and on a virtual clock.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, fields, is_dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from distlab.fabric import Fabric, Kind
+from distlab.flat import Flat, local_state
+from distlab.options import Options
+from distlab.roles.server import Server, ServerPort, WorkerPort
+from distlab.roles.worker import Worker
+from distlab.task import Task
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The processes of a run (role -> how many) and which roles are linked, each process with each."""
+
+    counts: dict[str, int]
+    links: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is told: the task, how long, and how many workers compute gradients."""
+
+    task: Task
+    num_updates: int
+    num_workers: int
+
+
+@dataclass
+class Outcome:
+    """What a process leaves behind.
+
+    Attributes:
+        params: (size,) its parameters at the end, or None if it has none.
+        version: how many updates are in them.
+        local: buffers and frozen parameters, by name.
+        steps: batches finished.
+    """
+
+    params: Tensor | None = None
+    version: int = 0
+    local: dict[str, Tensor] | None = None
+    steps: int = 0
+
+
+class Strategy(Options, ABC):
+    """How N workers train one model.
+
+    Attributes:
+        final: the role whose number 0 holds the model at the end.
+    """
+
+    final: ClassVar[str] = "worker"
+
+    @abstractmethod
+    def layout(self, num_workers: int) -> Layout:
+        """The processes that a cluster of `num_workers` runs, and their links."""
+
+    @abstractmethod
+    def run(self, fabric: Fabric, job: Job) -> Outcome:
+        """The whole life of one process: `fabric.me` says which."""
+
+    def gradients_per_update(self, num_workers: int) -> int:
+        """How many workers' batches one update holds."""
+        return num_workers
+
+    def check(self, num_workers: int) -> None:
+        """Raise ValueError if this strategy cannot run on so many workers."""
+
+    def num_updates(self, task: Task, num_workers: int, num_samples: int) -> int:
+        """How many updates it takes to use at least `num_samples` samples."""
+        return -(-num_samples // (task.batch_size * self.gradients_per_update(num_workers)))
+
+    def __repr__(self) -> str:
+        options: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in options if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(said)})"
+
+    @property
+    def name(self) -> str:
+        """``async-ps`` for `AsyncPS`: the word of the command line."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__).lower()
+
+
+class ParameterServerStrategy(Strategy):
+    """A strategy with a server: write `serve` (one task per worker on the server) and `work` (each worker)."""
+
+    final = "server"
+    locking: str = "server"
+
+    @abstractmethod
+    def serve(self, server: Server, worker: WorkerPort) -> None:
+        """What the server does for one worker, until the run is over."""
+
+    @abstractmethod
+    def work(self, worker: Worker, server: ServerPort) -> None:
+        """What a worker does, until the run is over."""
+
+    def make_server(self, fabric: Fabric, job: Job) -> Server:
+        """The server's state; a strategy that keeps more there returns a subclass."""
+        return Server(fabric, job.task, num_updates=job.num_updates, locking=self.locking)
+
+    def layout(self, num_workers: int) -> Layout:
+        return Layout({"server": 1, "worker": num_workers}, [("server", "worker")])
+
+    def gradients_per_update(self, num_workers: int) -> int:
+        return 1
+
+    def run(self, fabric: Fabric, job: Job) -> Outcome:
+        return self._serve(fabric, job) if fabric.me.role == "server" else self._work(fabric, job)
+
+    def _serve(self, fabric: Fabric, job: Job) -> Outcome:
+        server = self.make_server(fabric, job)
+        ports = [WorkerPort(server, link) for link in fabric.links("worker")]
+        for task in [fabric.spawn(self.serve, server, port) for port in ports]:
+            task.join()
+        server.close()
+        return Outcome(server.flat.params, server.version)
+
+    def _work(self, fabric: Fabric, job: Job) -> Outcome:
+        worker = worker_of(fabric, job)
+        port = ServerPort(worker, fabric.link("server", 0))
+        self.work(worker, port)
+        port.link.send(Kind.STOP)
+        return Outcome(None, 0, local_state(worker.model), worker.step)
+
+
+def worker_of(fabric: Fabric, job: Job, **changes: Any) -> Worker:
+    """This process's worker."""
+    usual = {"index": fabric.me.index, "num_workers": job.num_workers, "batch_size": job.task.batch_size}
+    return Worker(fabric, job.task, **(usual | changes))
+
+
+def model_of(task: Task, params: Tensor, local: dict[str, Tensor]) -> nn.Module:
+    """A model of `task` with these parameters and buffers, on memory of its own."""
+    model = task.build()
+    flat = Flat(model)
+    flat.params.copy_(params)
+    model.load_state_dict(local, strict=False)
+    return model

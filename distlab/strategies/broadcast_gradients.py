@@ -1,0 +1,59 @@
+"""A misreading, to be measured: the server sends the workers *gradients*, and each worker applies them all.
+
+The server is then a post office. It works, in that every replica applies the same updates in the same order;
+but every gradient goes to every worker, so the bytes down grow with the square of the workers, and each of
+them keeps an optimizer and does all the applying. Put it beside `async_ps.py`.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from distlab.fabric import Fabric, Kind
+from distlab.roles.server import Server, ServerPort, WorkerPort, gradient_from
+from distlab.roles.updater import Gradient, Params, Updater
+from distlab.roles.worker import Worker
+from distlab.strategies.base import Job, ParameterServerStrategy
+
+
+class PostOffice(Server):
+    """A server that remembers every gradient, in the order in which it applied them."""
+
+    log: list[Gradient]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BroadcastGradients(ParameterServerStrategy):
+    """A push is answered with every gradient since the worker's version, its own included, in one order.
+
+    Who applies: every worker, all gradients; the server too, so that somebody has the last one.
+    Assumes: that the workers can afford P times the bytes and P optimizers. One worker is plain training.
+    If a worker dies: the run ends with an error that names it.
+    """
+
+    def make_server(self, fabric: Fabric, job: Job) -> PostOffice:
+        server = PostOffice(fabric, job.task, num_updates=job.num_updates)
+        server.log = []
+        return server
+
+    def serve(self, server: PostOffice, worker: WorkerPort) -> None:  # type: ignore[override]
+        for gradient in worker.pushes():
+            with server.guard():
+                server.log.append(replace(gradient, values=gradient.values.clone()))
+                server.apply(gradient)
+                news = server.log[gradient.read : server.version]
+            for old in news:
+                worker.link.send(Kind.GRADIENT, [old.values, torch.tensor(old.worker)], **old.header)
+            worker.reply(params=False)
+
+    def work(self, worker: Worker, server: ServerPort) -> None:
+        params = server.pull()
+        worker.flat.params.copy_(params.values)
+        updater = Updater(worker.fabric, worker.task, worker.flat)
+        updater.version = params.version
+        for batch in worker.batches():
+            gradient = worker.gradient(Params(worker.flat.params, updater.version), batch)
+            server.send(Kind.PUSH, gradient.values, gradient)
+            while (message := server.receive()).kind is Kind.GRADIENT:
+                values, author = message.tensors
+                updater.apply(gradient_from(replace(message, tensors=[values]), int(author)))

@@ -1,0 +1,224 @@
+"""What happened: every compute, pull, push, wait and apply of a run, with versions, bytes and times.
+
+A trace is one table of plain numbers, an event a row. Everything that distlab reports or draws is a pure
+function of it. Recording costs about a microsecond: a row goes into a buffer that is already there, and whole
+buffers travel to the caller.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: What an event can be, and who records it.
+KINDS = (
+    "compute",  # whoever computes a gradient: `version` is the one its parameters were read at
+    "pull",  # a worker: parameters of `version` arrived from `peer`
+    "push",  # a worker: its gradient, read at `read`, left for `peer`
+    "wait",  # a worker: between a push and the moment `peer` began to answer
+    "apply",  # whoever applies: `worker`'s gradient of `step`, read at `read`, became part of `version`
+    "drop",  # whoever applies: `worker`'s gradient of `step` was refused
+    "unused",  # whoever applies: `worker`'s gradient of `step` arrived after the last update
+    "store",  # a server: parameters that `worker` wrote back became `version`
+    "send",  # one message of `bytes` to `peer`: replicas, collectives
+    "reduce",  # a rank: one whole all-reduce, from entering to leaving it
+    "dispatch",  # the client: cut and hand out a batch
+    "loss",  # the client: the loss of the gathered outputs, and its gradient
+)
+ROLES = ("worker", "server", "client", "replica")
+
+EVENT = np.dtype(
+    [
+        ("kind", "u1"),
+        ("role", "u1"),  # who recorded it
+        ("index", "i2"),
+        ("peer_role", "i1"),  # with whom; -1: nobody
+        ("peer", "i2"),
+        ("worker", "i2"),  # whose gradient; -1: none
+        ("step", "i8"),  # that worker's own count; -1: none
+        ("read", "i8"),  # the version its parameters had; -1: none
+        ("version", "i8"),  # the version that resulted or was received; -1: none
+        ("start_s", "f8"),
+        ("end_s", "f8"),
+        ("bytes", "i8"),
+        ("samples", "i4"),
+        ("loss", "f8"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One row of a trace, in words. Missing numbers are -1, a missing loss is nan."""
+
+    kind: str
+    who: str
+    start_s: float
+    end_s: float
+    peer: str = ""
+    worker: int = -1
+    step: int = -1
+    read: int = -1
+    version: int = -1
+    bytes: int = 0
+    samples: int = 0
+    loss: float = float("nan")
+
+    @property
+    def staleness(self) -> int:
+        """For an apply: how many updates were applied between the read and this one."""
+        return self.version - 1 - self.read
+
+    def __str__(self) -> str:
+        if self.kind != "apply":
+            return f"{self.who}: {self.kind} from {self.start_s:.4f} s to {self.end_s:.4f} s"
+        return (
+            f"worker {self.worker}'s gradient, read at version {self.read}, was applied by {self.who} "
+            f"as version {self.version}: staleness {self.staleness}"
+        )
+
+
+class Recorder:
+    """A process's buffer of events; `sink` gets an array of them whenever it is flushed or full."""
+
+    def __init__(self, role: str, index: int, sink: Callable[[np.ndarray], None], capacity: int = 4096) -> None:
+        self._me, self._sink = (ROLES.index(role), index), sink
+        self._rows, self._used, self._lock = np.zeros(capacity, EVENT), 0, threading.Lock()
+
+    def __call__(
+        self,
+        kind: str,
+        start_s: float,
+        end_s: float,
+        *,
+        peer: tuple[str, int] | None = None,
+        worker: int = -1,
+        step: int = -1,
+        read: int = -1,
+        version: int = -1,
+        num_bytes: int = 0,
+        samples: int = 0,
+        loss: float = float("nan"),
+    ) -> None:
+        peer_role, peer_index = (ROLES.index(peer[0]), peer[1]) if peer else (-1, -1)
+        who = (KINDS.index(kind), *self._me, peer_role, peer_index)
+        row = (*who, worker, step, read, version, start_s, end_s, num_bytes, samples, loss)
+        with self._lock:
+            if self._used == len(self._rows):
+                self._flush()
+            self._rows[self._used] = row
+            self._used += 1
+
+    def flush(self) -> None:
+        """Hand over what is there."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._used:
+            self._sink(self._rows[: self._used].copy())
+            self._used = 0
+
+
+class Trace:
+    """All events of a run, in the order in which they ended; times in seconds from the first one's start.
+
+    >>> rows = np.zeros(2, EVENT)
+    >>> rows["kind"], rows["end_s"] = [KINDS.index("compute"), KINDS.index("apply")], [1.0, 2.0]
+    >>> trace = Trace(rows)
+    >>> len(trace), [e.kind for e in trace.where(kind="apply")]
+    (2, ['apply'])
+    """
+
+    def __init__(self, rows: np.ndarray) -> None:
+        if rows.dtype != EVENT:
+            raise ValueError(f"these are not the rows of a trace: {rows.dtype}")
+        self.rows = rows[np.argsort(rows["end_s"], kind="stable")]
+        self.rows.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Event]:
+        return (event(row) for row in self.rows)
+
+    def __getitem__(self, place: int) -> Event:
+        return event(self.rows[place])
+
+    def __repr__(self) -> str:
+        kinds, counts = np.unique(self.rows["kind"], return_counts=True)
+        said = ", ".join(f"{n} {KINDS[k]}" for k, n in zip(kinds, counts, strict=True))
+        return f"Trace({len(self)} events: {said})"
+
+    def select(self, kind: str | None = None, who: str | None = None, worker: int | None = None) -> np.ndarray:
+        """The rows of one kind, of one process ("server 0") and of one worker's gradients, as an array."""
+        chosen = np.ones(len(self.rows), bool)
+        if kind is not None:
+            if kind not in KINDS:
+                raise ValueError(f"there is no event of kind {kind!r}: there is {', '.join(KINDS)}")
+            chosen &= self.rows["kind"] == KINDS.index(kind)
+        if who is not None:
+            role, _, index = who.partition(" ")
+            if role not in ROLES or not index.isdigit():
+                raise ValueError(f"who must be a role and a number, as in 'server 0', got {who!r}")
+            chosen &= (self.rows["role"] == ROLES.index(role)) & (self.rows["index"] == int(index))
+        if worker is not None:
+            chosen &= self.rows["worker"] == worker
+        return self.rows[chosen]
+
+    def where(self, kind: str | None = None, who: str | None = None, worker: int | None = None) -> "Trace":
+        """The part of the trace that `select` describes."""
+        return Trace(self.select(kind, who, worker))
+
+    @property
+    def who(self) -> list[str]:
+        """Every process that recorded something: servers and clients first, then workers and replicas."""
+        seen = {(int(r), int(i)) for r, i in zip(self.rows["role"], self.rows["index"], strict=True)}
+        order = [ROLES.index(role) for role in ("server", "client", "worker", "replica")]
+        return [f"{ROLES[r]} {i}" for r, i in sorted(seen, key=lambda s: (order.index(s[0]), s[1]))]
+
+    def table(self) -> "pd.DataFrame":
+        """All events as a pandas DataFrame, a column per field of `Event`."""
+        import pandas as pd
+
+        rows = self.rows
+        names: dict[str, Any] = {
+            "kind": np.array(KINDS)[rows["kind"]],
+            "who": [f"{ROLES[r]} {i}" for r, i in zip(rows["role"], rows["index"], strict=True)],
+            "peer": [name(r, i) for r, i in zip(rows["peer_role"], rows["peer"], strict=True)],
+        }
+        numbers = ("worker", "step", "read", "version", "start_s", "end_s", "bytes", "samples", "loss")
+        return pd.DataFrame(names | {n: rows[n] for n in numbers})
+
+
+def name(role: int, index: int) -> str:
+    """ "worker 2" for what the table holds as two numbers, "" for nobody."""
+    return f"{ROLES[role]} {index}" if role >= 0 else ""
+
+
+def event(row: np.void) -> Event:
+    """A row of the table as an `Event`."""
+    numbers = {n: row[n].item() for n in ("worker", "step", "read", "version", "bytes", "samples", "loss")}
+    times = row["start_s"].item(), row["end_s"].item()
+    return Event(
+        KINDS[row["kind"]],
+        name(row["role"], row["index"]),
+        *times,
+        name(row["peer_role"], row["peer"]),
+        **numbers,
+    )
+
+
+def gather(parts: list[np.ndarray]) -> Trace:
+    """One trace from the arrays that the processes sent: times from the first event's start."""
+    rows = np.concatenate(parts) if parts else np.zeros(0, EVENT)
+    if len(rows):
+        first = rows["start_s"].min()
+        rows["start_s"] -= first
+        rows["end_s"] -= first
+    return Trace(rows)

@@ -1,0 +1,243 @@
+"""`train` and `start`: a task, a strategy and a cluster in, a `Run` out."""
+
+import queue
+import threading
+import time
+import weakref
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from distlab import trace
+from distlab.clusters.base import Cluster, Ending, Launched
+from distlab.errors import DistlabError
+from distlab.fabric import Peer
+from distlab.options import check_count, options
+from distlab.run import Run, run_from
+from distlab.strategies.base import Job, Strategy
+from distlab.task import Task
+
+APPLY = trace.KINDS.index("apply")
+
+
+class Listener:
+    """Keeps what a run says. Filled by the watching thread, read by any."""
+
+    def __init__(self) -> None:
+        self.parts: list[np.ndarray] = []
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.version = 0
+        self.loss = float("nan")
+
+    def events(self, rows: np.ndarray) -> None:
+        """Store a batch of events."""
+        self.parts.append(rows)
+        applied = rows[rows["kind"] == APPLY]
+        if len(applied):
+            self.version = max(self.version, int(applied["version"].max()))
+            self.loss = float(applied["loss"].mean())
+
+    def output(self, who: Peer, text: str) -> None:
+        """Store a line that a process printed."""
+        self.lines.put(f"[{who}] {text}")
+
+
+class LiveRun:
+    """A run under way, in other processes; this one stays free.
+
+    If the last reference to it goes, so do its processes.
+    """
+
+    def __init__(self, task: Task, strategy: Strategy, cluster: Cluster, job: Job) -> None:
+        self._task, self._strategy, self._cluster, self._job = task, strategy, cluster, job
+        self._listener, self._began = Listener(), time.monotonic()
+        self._launched: Launched = cluster.launch(strategy, job, self._listener)
+        self._lock, self._run = threading.Lock(), None  # type: tuple[Any, Run | None]
+        weakref.finalize(self, self._launched.kill)
+
+    def __repr__(self) -> str:
+        state = "running" if self._launched.wait(0) is None else "ended"
+        return f"LiveRun({self._strategy} on {self._cluster}: {state}, {self.version} of {self.num_updates} updates)"
+
+    @property
+    def num_updates(self) -> int:
+        """The version at which the run will be over."""
+        return self._job.num_updates
+
+    @property
+    def version(self) -> int:
+        """Updates applied so far, as far as this process has heard (about 0.1 s behind)."""
+        return self._listener.version
+
+    @property
+    def loss(self) -> float:
+        """The mean training loss of the newest updates heard of."""
+        return self._listener.loss
+
+    @property
+    def trace(self) -> trace.Trace:
+        """What has happened so far."""
+        return trace.gather(list(self._listener.parts))
+
+    def stop(self) -> None:
+        """Ask for an early end; `wait` then returns the run as far as it came."""
+        self._launched.stop()
+
+    def kill(self) -> None:
+        """End it now, with what was measured lost but for the trace. All its processes are gone afterwards."""
+        self._launched.kill()
+
+    def wait(self, *, progress: bool = False) -> Run:
+        """Wait for the end, printing what the processes print.
+
+        Raises: what ended the run early: an exception of your own code on a worker as itself, with a note that
+            names the worker; its attribute ``run`` holds what was measured.
+            KeyboardInterrupt ends the run's processes first.
+        """
+        with bar(self, progress) as advance:
+            try:
+                while (ending := self._launched.wait(0.05)) is None:
+                    self._print()
+                    advance()
+            except BaseException:
+                self._launched.kill()
+                raise
+            self._print()
+            advance()
+        return self._finish(ending)
+
+    def _print(self) -> None:
+        while not self._listener.lines.empty():
+            print(self._listener.lines.get(), flush=True)
+
+    def _finish(self, ending: Ending) -> Run:
+        with self._lock:
+            if self._run is None:
+                self._run = self._result(ending)
+        if ending.error is not None:
+            ending.error.run = self._run  # type: ignore[attr-defined]
+            raise ending.error
+        return self._run
+
+    def _result(self, ending: Ending) -> Run:
+        events = self._listener.parts
+        first = min((float(part["start_s"].min()) for part in events), default=self._began)
+        error = "" if ending.error is None else f"{type(ending.error).__name__}: {ending.error}"
+        said: dict[str, Any] = {"trace": trace.gather(events), "startup_s": first - self._began, "error": error}
+        names = repr(self._strategy), repr(self._cluster)
+        return run_from(*names, self._task, self._strategy.final, ending.outcomes, **said)
+
+
+class bar:
+    """A progress bar over a live run's updates, or nothing."""
+
+    def __init__(self, live: LiveRun, shown: bool) -> None:
+        from tqdm.auto import tqdm
+
+        self._live = live
+        self._bar = tqdm(total=live.num_updates, unit="update", disable=not shown, leave=False)
+
+    def __enter__(self) -> Any:
+        return self._advance
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def _advance(self) -> None:
+        self._bar.update(self._live.version - self._bar.n)
+        if self._live.loss == self._live.loss:
+            self._bar.set_postfix(loss=f"{self._live.loss:.3f}", refresh=False)
+
+
+@options
+def start(
+    task: Task,
+    strategy: Strategy,
+    cluster: Cluster,
+    *,
+    num_updates: int | None = None,
+    num_samples: int | None = None,
+) -> LiveRun:
+    """Start a run and return at once.
+
+    Args:
+        task, strategy, cluster: what, how, where. Change one and nothing else.
+        num_updates: how many versions to make (collectives: common steps).
+        num_samples: the other way to say how long: as many updates as it takes to use so many samples. Use
+            it to compare strategies.
+
+    Raises:
+        TypeError, ValueError: bad input, before any process starts, with what was asked and what was got.
+    """
+    job = checked(task, strategy, cluster, num_updates, num_samples)
+    return LiveRun(task, strategy, cluster, job)
+
+
+@options
+def train(
+    task: Task,
+    strategy: Strategy,
+    cluster: Cluster,
+    *,
+    num_updates: int | None = None,
+    num_samples: int | None = None,
+    progress: bool = True,
+) -> Run:
+    """Run to the end, with a progress bar. Arguments and errors as `start`, then those of `LiveRun.wait`."""
+    live = start(task, strategy, cluster, num_updates=num_updates, num_samples=num_samples)
+    return live.wait(progress=progress)
+
+
+def checked(task: Task, strategy: Strategy, cluster: Cluster, num_updates: int | None, num_samples: int | None) -> Job:
+    """The job, if everything about it can be run."""
+    for name, value, kind in (
+        ("task", task, Task),
+        ("strategy", strategy, Strategy),
+        ("cluster", cluster, Cluster),
+    ):
+        if not isinstance(value, kind):
+            hint = f": write {value.__name__}()" if isinstance(value, type) and issubclass(value, kind) else ""
+            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}{hint}")
+    if (num_updates is None) == (num_samples is None):
+        raise ValueError("say how long: num_updates=... or num_samples=..., one of them")
+    strategy.check(cluster.num_workers)
+    task.check()
+    if num_samples is not None:
+        num_updates = strategy.num_updates(task, cluster.num_workers, check_count("num_samples", num_samples))
+    job = Job(task, check_count("num_updates", num_updates), cluster.num_workers)
+    check_picklable("the strategy", strategy, "")
+    check_picklable("the task", task, "task")
+    return job
+
+
+def check_picklable(what: str, value: Any, path: str, depth: int = 0) -> None:
+    """Raise TypeError that names the innermost part of `value` that cannot be sent to another process."""
+    try:
+        cloudpickle.dumps(value)
+        return
+    except Exception as error:
+        reason = str(error)
+    for name, part in parts_of(value):
+        if depth < 6:
+            check_picklable(what, part, f"{path}{name}", depth + 1)
+    raise TypeError(f"{what} cannot be sent to a worker process: {path} ({type(value).__name__}): {reason}")
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    """What `value` is made of, by the path that a reader would write."""
+    if isinstance(value, dict):
+        return [(f"[{k!r}]", v) for k, v in value.items()]
+    if isinstance(value, (list, tuple, set)):
+        return [(f"[{i}]", v) for i, v in enumerate(value)]
+    parts = [(f".{k}", v) for k, v in getattr(value, "__dict__", {}).items()]
+    if getattr(value, "__closure__", None):
+        names = value.__code__.co_freevars
+        parts += [(f" (its variable {n!r})", c.cell_contents) for n, c in zip(names, value.__closure__, strict=True)]
+    if hasattr(value, "__code__"):
+        used = {n: value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__}
+        parts += [(f" (its global {n!r})", v) for n, v in used.items()]
+    return parts
+
+
+__all__ = ["DistlabError", "LiveRun", "start", "train"]

@@ -1,0 +1,96 @@
+"""Builds the lessons: each source/NN_name.py is executed and becomes NN_name.ipynb, pictures included.
+
+People edit, review and lint the sources; the notebooks are what readers open. A notebook that is built twice
+should differ only where its results do, or every build would grow the repository by all its pictures: hence
+cell ids by position, no widget state, no times of day, no folders of the machine it ran on, and nothing is
+executed while the source is the one that the notebook was built from.
+
+    python lessons/build.py [--force] [03 ...]
+"""
+
+import hashlib
+import re
+from pathlib import Path
+
+import click
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+LESSONS = Path(__file__).resolve().parent
+LIMIT_BYTES = 300_000
+WIDGET = "application/vnd.jupyter.widget-view+json"  # a saved one shows "model not found"
+
+
+def source_hash(source: Path) -> str:
+    """What a notebook remembers of the source it was built from."""
+    return hashlib.sha256(source.read_bytes()).hexdigest()
+
+
+def is_current(source: Path, notebook: Path) -> bool:
+    """True if `notebook` was built from `source` as it is now."""
+    if not notebook.exists():
+        return False
+    built = nbformat.read(notebook, as_version=4).metadata.get("distlab", {})
+    return built.get("source_sha256") == source_hash(source)
+
+
+def execute(source: Path, parameters: str = "") -> nbformat.NotebookNode:
+    """The notebook of `source` with its outputs; CellExecutionError if a cell fails that should not.
+
+    `parameters` are lines to run instead of the cell tagged "parameters": smaller ones, for a test.
+    """
+    notebook = jupytext.read(source, fmt="py:percent")
+    for index, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{index:02d}"
+        cell.metadata = nbformat.from_dict({"tags": tags} if (tags := cell.metadata.get("tags")) else {})
+        if parameters and "parameters" in cell.metadata.get("tags", ()):
+            cell.source = parameters
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", coalesce_streams=True)
+    client.resources = {"metadata": {"path": str(LESSONS)}}
+    client.record_timing = False  # widget state is kept until here, or nothing could be shown in a slider's output
+    client.execute()
+    for widget in client.widget_state.values():
+        for output in widget.get("outputs", ()):  # interact shows an exception there and goes on
+            if output["output_type"] == "error":
+                raise CellExecutionError("\n".join(output["traceback"]), output["ename"], output["evalue"])
+    for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+        cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+    notebook.metadata = nbformat.from_dict({
+        "distlab": {"source_sha256": source_hash(source)},
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"file_extension": ".py", "name": "python", "pygments_lexer": "ipython3"},
+    })
+    nbformat.validate(notebook)
+    return notebook
+
+
+def build(source: Path, folder: Path = LESSONS) -> Path:
+    """Execute `source` and write its notebook into `folder`, or leave what is there and say what is wrong."""
+    try:
+        text = nbformat.writes(execute(source)) + "\n"
+    except CellExecutionError as error:
+        raise click.ClickException(f"{source.name}: a cell failed\n{error}") from error
+    text = text.replace(f"{LESSONS.parent}/", "").replace(f"{Path.home()}/", "~/")
+    text = re.sub(r"[\w/.-]*/ipykernel_\d+/\d+\.py", "<cell>", text)  # where warnings say a cell's code lies
+    if (size := len(text.encode())) > LIMIT_BYTES:
+        raise click.ClickException(f"{source.name} became {size:,} bytes, over {LIMIT_BYTES:,}: show less")
+    target = folder / f"{source.stem}.ipynb"
+    target.write_text(text, encoding="utf-8")
+    return target
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--force", is_flag=True, help="Execute also what has not changed.")
+def main(names: tuple[str, ...], force: bool) -> None:
+    """Build the lessons whose source changed: all of them, or those that begin with one of NAMES."""
+    for source in sorted((LESSONS / "source").glob("[0-9][0-9]_*.py")):
+        if source.name.startswith(names or ("",)):
+            unchanged = not force and is_current(source, LESSONS / f"{source.stem}.ipynb")
+            click.echo(f"{source.stem}: unchanged" if unchanged else f"built {build(source).name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Clusters that all tests share, and functions of test files that travel as a notebook's would."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+
+import distlab as dl
+import toys
+
+torch.set_num_threads(1)  # with two, the last bits of plain training differ
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What a test file defines goes to the workers by value: they need not import pytest."""
+    for name in {item.module.__name__ for item in session.items if hasattr(item, "module")}:
+        cloudpickle.register_pickle_by_value(sys.modules[name])
+    cloudpickle.register_pickle_by_value(toys)
+
+
+@pytest.fixture(scope="session")
+def clusters():
+    """Clusters by their number of workers."""
+    made = {n: dl.LocalCluster(num_workers=n) for n in (1, 2, 3, 4)}
+    yield made
+    for cluster in made.values():
+        cluster.close()
+
+
+@pytest.fixture(scope="session")
+def one(clusters):
+    return clusters[1]
+
+
+@pytest.fixture(scope="session")
+def two(clusters):
+    return clusters[2]
+
+
+@pytest.fixture(scope="session")
+def three(clusters):
+    return clusters[3]
+
+
+@pytest.fixture(scope="session")
+def four(clusters):
+    return clusters[4]
+
+
+@pytest.fixture(scope="session")
+def padded():
+    """Four workers, each as if it had a device of its own: a gradient takes 5 ms."""
+    with dl.LocalCluster(num_workers=4, compute_time_s=0.005) as cluster:
+        yield cluster

@@ -1,0 +1,104 @@
+"""Small tasks with known answers, and ways to wait for a thing instead of sleeping."""
+
+import os
+import select
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import distlab as dl
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.02),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+}
+DEADLINE_S = 30.0  # how long anything may take before a test calls it hung; no test needs a tenth of it
+
+
+def regression(optimizer: str = "sgd", **changes) -> dl.Task:
+    """Float64, 61 samples (no batch size divides it), a 5-4-1 network."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(61, 5, dtype=torch.float64, generator=generator)
+    parts = {
+        "model": lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double(),
+        "train": (x, x.pow(2).mean(1, keepdim=True)),
+        "loss": F.mse_loss,
+        "optimizer": OPTIMIZERS[optimizer],
+        "batch_size": 4,
+        "name": "regression",
+    }
+    return dl.Task(**parts | changes)
+
+
+class Scalar(nn.Module):
+    """One parameter; its output is that parameter, whatever the input."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([value], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.expand(len(x))
+
+
+def countdown(**changes) -> dl.Task:
+    """One parameter, from 0; every gradient is 1 and the learning rate is 1: each update takes away exactly 1."""
+    parts = {
+        "model": lambda: Scalar(0.0),
+        "train": (torch.zeros(16), torch.zeros(16)),
+        "loss": lambda outputs, targets: outputs.mean(),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
+        "batch_size": 4,
+        "name": "countdown",
+    }
+    return dl.Task(**parts | changes)
+
+
+def halving(**changes) -> dl.Task:
+    """One parameter w, from 8; the loss is w²/2, the gradient is w, the learning rate 1/2: a fresh update halves it."""
+    parts = {
+        "model": lambda: Scalar(8.0),
+        "loss": lambda outputs, targets: (outputs**2 / 2).mean(),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.5),
+        "name": "halving",
+    }
+    return countdown(**parts | changes)
+
+
+def train(task: dl.Task, strategy: dl.Strategy, cluster: dl.LocalCluster, num_updates: int) -> dl.Run:
+    """`dl.train` without a progress bar."""
+    return dl.train(task, strategy, cluster, num_updates=num_updates, progress=False)
+
+
+def keys(rows) -> list[tuple[int, int]]:
+    """Whose gradients the rows of a trace are about: (worker, step)."""
+    return [(int(w), int(s)) for w, s in zip(rows["worker"], rows["step"], strict=True)]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Look until `condition` holds; fails at the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+class Watched:
+    """Processes, held by descriptors, so that a number that is used again deceives nobody."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self.pids = sorted(pids)
+        self._fds = [os.pidfd_open(pid) for pid in self.pids]
+
+    def alive(self, within_s: float = DEADLINE_S) -> list[int]:
+        """Those that have not ended after `within_s`; returns as soon as there are none."""
+        deadline, left = time.monotonic() + within_s, []
+        for pid, fd in zip(self.pids, self._fds, strict=True):
+            ended, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            left += [] if ended else [pid]
+            os.close(fd)
+        return left
