@@ -8,10 +8,13 @@ A run is a task, a strategy and a cluster:
     run.history, run.trace, run.model, run.evaluate()
 """
 
-from distlab import tasks
-from distlab.clusters import Cluster, LocalCluster
+from distlab import tasks, theory
+from distlab.check import PromiseBroken, check_strategy
+from distlab.clusters import Cluster, LocalCluster, SimulatedCluster
 from distlab.errors import BadMessage, DistlabError, NonFiniteLoss, PeerLost, ProcessLost, RemoteError
-from distlab.run import Run, load_run
+from distlab.fabric import laws
+from distlab.fabric.network import Network
+from distlab.run import Run, compare, load_run
 from distlab.strategies import (
     AllReduce,
     AsyncPS,
@@ -39,11 +42,14 @@ __all__ = [
     "InGraph",
     "LiveRun",
     "LocalCluster",
+    "Network",
     "NonFiniteLoss",
     "PeerLost",
     "ProcessLost",
+    "PromiseBroken",
     "RemoteError",
     "Run",
+    "SimulatedCluster",
     "SingleWorker",
     "Strategy",
     "SyncPS",
@@ -51,8 +57,12 @@ __all__ = [
     "Trace",
     "WorkerApplies",
     "accuracy",
+    "check_strategy",
+    "compare",
+    "laws",
     "load_run",
     "start",
     "tasks",
+    "theory",
     "train",
 ]

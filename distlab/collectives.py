@@ -86,3 +86,21 @@ def broadcast(ranks: Ranks, tensor: Tensor) -> Tensor:
     for other in others:
         ranks.flush(other)
     return tensor
+
+
+def serial_all_reduce(tensors: Sequence[Tensor]) -> Tensor:
+    """What `all_reduce` leaves on every rank, bit for bit, from all ranks' tensors at once; for replay and tests.
+
+    Part k is summed round the ring from rank k on, so different parts add in different orders.
+    """
+    size = len(tensors)
+    if size <= 2:
+        return tensors[0] + tensors[1] if size == 2 else tensors[0].clone()
+    cut = [torch.tensor_split(t, size) for t in tensors]
+    sums = []
+    for part in range(size):
+        total = cut[part][part].clone()
+        for rank in range(part + 1, part + size):
+            total = cut[rank % size][part] + total
+        sums.append(total)
+    return torch.cat(sums)

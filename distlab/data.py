@@ -9,6 +9,7 @@ No sample is left out and no batch is short: a batch may reach over the end of a
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,24 +40,26 @@ class Stream:
             seed,
         )
         self.length = length_of(data)
-        self._epochs: dict[int, Tensor] = {}
 
-    def indices(self, step: int) -> list[int]:
-        """The indices into the data set of batch number `step`."""
-        start = (step * self.num_workers + self.index) * self.batch_size
-        places = range(start, start + self.batch_size)
-        return [int(self._epoch(place // self.length)[place % self.length]) for place in places]
+    def indices(self, step: int) -> Tensor:
+        """The indices (batch_size,) into the data set of batch number `step`."""
+        place = (step * self.num_workers + self.index) * self.batch_size
+        parts, missing = [], self.batch_size
+        while missing:
+            epoch, start = divmod(place, self.length)
+            parts.append(permutation(self.length, self.seed, epoch)[start : start + missing])
+            place, missing = place + len(parts[-1]), missing - len(parts[-1])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def batch(self, step: int) -> Any:
         """Batch number `step`: (tensor, ...), a dict, or what the dataset's items collate to."""
         return collate(self.data, self.indices(step))
 
-    def _epoch(self, number: int) -> Tensor:
-        if number not in self._epochs:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-            kept = {n: e for n, e in self._epochs.items() if n >= number - 1}
-            self._epochs = kept | {number: torch.randperm(self.length, generator=generator)}
-        return self._epochs[number]
+
+@lru_cache(maxsize=16)
+def permutation(length: int, seed: int, epoch: int) -> Tensor:
+    """The order of the samples in one epoch; all workers of a simulated run share it."""
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 def length_of(data: Any) -> int:
@@ -82,14 +85,13 @@ def tensors_of(data: Any) -> list[Tensor] | None:
     return None
 
 
-def collate(data: Any, indices: Sequence[int]) -> Any:
+def collate(data: Any, indices: Tensor) -> Any:
     """The samples at `indices` as one batch."""
     if tensors_of(data) is None:
-        return torch.utils.data.default_collate([data[i] for i in indices])
-    chosen = torch.as_tensor(indices)
+        return torch.utils.data.default_collate([data[i] for i in indices.tolist()])
     if isinstance(data, Mapping):
-        return {name: part[chosen] for name, part in data.items()}
-    return tuple(part[chosen] for part in data)
+        return {name: part[indices] for name, part in data.items()}
+    return tuple(part[indices] for part in data)
 
 
 def pieces(batch: Any, parts: int) -> list[Any]:

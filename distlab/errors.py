@@ -35,6 +35,20 @@ class PeerLost(DistlabError):
         return type(self), (self.peer,)
 
 
+class Deadlock(DistlabError):
+    """Every task of a simulated run waits, and nothing will happen any more."""
+
+    def __init__(self, waits: list[tuple[str, str]]) -> None:
+        """`waits`: who waits, and for what."""
+        reasons = {why: sorted({w for w, y in waits if y == why}) for _, why in waits}
+        said = [f"{', '.join(who)} wait{'s' * (len(who) == 1)} for {why}" for why, who in reasons.items()]
+        super().__init__("nothing can happen any more: " + "; ".join(said))
+        self.waits = waits
+
+    def __reduce__(self):
+        return type(self), (self.waits,)
+
+
 class BadMessage(DistlabError):
     """A message that is not what was agreed: foreign, of another size, of another shape or type."""
 

@@ -63,3 +63,12 @@ def check_seconds(name: str, value: Any) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be a finite number of seconds, 0 or more, got {value}")
     return float(value)
+
+
+def check_positive(name: str, value: Any) -> float:
+    """`value` as a float if it is a positive, finite number; TypeError or ValueError that names it otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+    return float(value)

@@ -1,7 +1,7 @@
 """What a run leaves: its trace, its trained model, and tables and sentences made of them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,10 @@ from distlab.trace import EVENT, ROLES, Trace
 if TYPE_CHECKING:
     import pandas as pd
 
+    from distlab.reports import Ledger, Replay
+
 FORMAT = 1
-WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "error")
+WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,8 @@ class Run:
         version: how many updates are in them.
         local: the chief's buffers and frozen parameters.
         steps: batches that each worker finished, by name.
+        num_workers: how many workers the stream of samples was dealt to.
+        replicas: the parameters that each worker held at the end, by name, where workers hold any.
         startup_s: from the call to the first event.
         error: what ended it early, as text; "" otherwise.
     """
@@ -43,6 +47,8 @@ class Run:
     version: int
     local: Mapping[str, Tensor] = field(default_factory=dict)
     steps: Mapping[str, int] = field(default_factory=dict)
+    num_workers: int = 1
+    replicas: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     startup_s: float = 0.0
     error: str = ""
     task: Task | None = field(default=None, repr=False)
@@ -122,6 +128,31 @@ class Run:
         """Mean loss and metrics of `model` on the task's validation data, or on `samples`."""
         return self._task().evaluate(self.model, samples)
 
+    @property
+    def ledger(self) -> "Ledger":
+        """What became of every gradient; see `reports.ledger`."""
+        from distlab.reports import ledger
+
+        return ledger(self.trace)
+
+    def sample_counts(self) -> dict[str, np.ndarray]:
+        """How often each training sample met each fate: fate -> (num_samples,)."""
+        from distlab.reports import sample_counts
+
+        return sample_counts(self.ledger, self._task(), self.num_workers)
+
+    def replay(self, *, lr: float | None = None, without_worker: int | None = None) -> "Replay":
+        """Do the run again from its trace, one gradient after the other: unedited, the same parameters to the bit.
+
+        Args:
+            lr: another learning rate, for the same arrivals.
+            without_worker: leave a worker's gradients out; the others arrive as they did.
+        """
+        from distlab.reports import replay
+
+        edits = {"lr": lr, "without_worker": without_worker}
+        return replay(self.trace, self._task(), num_workers=self.num_workers, **edits)  # type: ignore[arg-type]
+
     def summary(self) -> dict[str, Any]:
         """The run in one row: strategy, updates/s, mean staleness, bytes, who applied, and the final loss."""
         losses = self.applies["loss"][-20:]
@@ -190,10 +221,12 @@ def load_run(path: str | Path, task: Task | None = None) -> Run:
 
 def run_from(strategy: str, cluster: str, task: Task, final: str, outcomes: Mapping[Any, Outcome], **rest: Any) -> Run:
     """The run that the processes' outcomes make: the model from number 0 of `final`, buffers from the chief."""
-    first = {peer.role: left for peer, left in outcomes.items() if peer.index == 0}
+    order = sorted(outcomes.items(), key=lambda item: item[0].index)
+    first = {peer.role: left for peer, left in reversed(order)}
     model = first.get(final, Outcome())
     chief = first.get("worker") or first.get("replica") or Outcome()
     steps = {str(peer): left.steps for peer, left in outcomes.items() if peer.role in ("worker", "replica")}
+    replicas = {str(peer): left.params for peer, left in order if peer.role == "worker" and left.params is not None}
     local = chief.local or {}
     return Run(
         strategy,
@@ -203,5 +236,20 @@ def run_from(strategy: str, cluster: str, task: Task, final: str, outcomes: Mapp
         local=local,
         steps=steps,
         task=task,
+        replicas=replicas,
         **rest,
     )
+
+
+def compare(runs: Sequence[Run] | Mapping[str, Run]) -> "pd.DataFrame":
+    """Runs side by side: a row each, with what `Run.summary` says and updates/s over those of the first.
+
+    Put a simulation beside the run it was calibrated on, and the last column is how good the prediction was.
+    """
+    import pandas as pd
+
+    named = runs if isinstance(runs, Mapping) else {f"{r.strategy} on {r.cluster}": r for r in runs}
+    if not named:
+        raise ValueError("there is no run to compare")
+    table = pd.DataFrame([run.summary() for run in named.values()], index=list(named))
+    return table.assign(relative=(table["updates_per_s"] / table["updates_per_s"].iloc[0]).round(3))

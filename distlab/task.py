@@ -118,7 +118,7 @@ class Task(Options):
         try:
             with torch.no_grad():
                 for start in range(0, count, batch_size):
-                    batch = data.collate(samples, range(start, min(start + batch_size, count)))
+                    batch = data.collate(samples, torch.arange(start, min(start + batch_size, count)))
                     for name, value in self._judge(model, batch).items():
                         total[name] += value * data.size_of(batch)
         finally:

@@ -29,6 +29,7 @@ KINDS = (
     "reduce",  # a rank: one whole all-reduce, from entering to leaving it
     "dispatch",  # the client: cut and hand out a batch
     "loss",  # the client: the loss of the gathered outputs, and its gradient
+    "death",  # the process ended without a word
 )
 ROLES = ("worker", "server", "client", "replica")
 

@@ -52,12 +52,12 @@ class LiveRun:
     def __init__(self, task: Task, strategy: Strategy, cluster: Cluster, job: Job) -> None:
         self._task, self._strategy, self._cluster, self._job = task, strategy, cluster, job
         self._listener, self._began = Listener(), time.monotonic()
-        self._launched: Launched = cluster.launch(strategy, job, self._listener)
+        self.launched: Launched = cluster.launch(strategy, job, self._listener)
         self._lock, self._run = threading.Lock(), None  # type: tuple[Any, Run | None]
-        weakref.finalize(self, self._launched.kill)
+        weakref.finalize(self, self.launched.kill)
 
     def __repr__(self) -> str:
-        state = "running" if self._launched.wait(0) is None else "ended"
+        state = "running" if self.launched.wait(0) is None else "ended"
         return f"LiveRun({self._strategy} on {self._cluster}: {state}, {self.version} of {self.num_updates} updates)"
 
     @property
@@ -82,11 +82,11 @@ class LiveRun:
 
     def stop(self) -> None:
         """Ask for an early end; `wait` then returns the run as far as it came."""
-        self._launched.stop()
+        self.launched.stop()
 
     def kill(self) -> None:
         """End it now, with what was measured lost but for the trace. All its processes are gone afterwards."""
-        self._launched.kill()
+        self.launched.kill()
 
     def wait(self, *, progress: bool = False) -> Run:
         """Wait for the end, printing what the processes print.
@@ -97,11 +97,11 @@ class LiveRun:
         """
         with bar(self, progress) as advance:
             try:
-                while (ending := self._launched.wait(0.05)) is None:
+                while (ending := self.launched.wait(0.05)) is None:
                     self._print()
                     advance()
             except BaseException:
-                self._launched.kill()
+                self.launched.kill()
                 raise
             self._print()
             advance()
@@ -124,7 +124,9 @@ class LiveRun:
         events = self._listener.parts
         first = min((float(part["start_s"].min()) for part in events), default=self._began)
         error = "" if ending.error is None else f"{type(ending.error).__name__}: {ending.error}"
-        said: dict[str, Any] = {"trace": trace.gather(events), "startup_s": first - self._began, "error": error}
+        counts = self._strategy.layout(self._cluster.num_workers).counts
+        said: dict[str, Any] = {"num_workers": counts.get("worker") or counts.get("replica", 1)}
+        said |= {"trace": trace.gather(events), "startup_s": first - self._began, "error": error}
         names = repr(self._strategy), repr(self._cluster)
         return run_from(*names, self._task, self._strategy.final, ending.outcomes, **said)
 

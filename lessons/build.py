@@ -2,13 +2,15 @@
 
 People edit, review and lint the sources; the notebooks are what readers open. A notebook that is built twice
 should differ only where its results do, or every build would grow the repository by all its pictures: hence
-cell ids by position, no widget state, no times of day, no folders of the machine it ran on, and nothing is
-executed while the source is the one that the notebook was built from.
+cell ids by position, no widget state, no times of day, no process ids or folders of the machine it ran on, few
+colours, and nothing is executed while the source is the one that the notebook was built from.
 
     python lessons/build.py [--force] [03 ...]
 """
 
+import base64
 import hashlib
+import io
 import re
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from PIL import Image
 
 LESSONS = Path(__file__).resolve().parent
 LIMIT_BYTES = 300_000
@@ -57,6 +60,8 @@ def execute(source: Path, parameters: str = "") -> nbformat.NotebookNode:
                 raise CellExecutionError("\n".join(output["traceback"]), output["ename"], output["evalue"])
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+        for picture in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
+            picture["image/png"] = in_64_colours(picture["image/png"])
     notebook.metadata = nbformat.from_dict({
         "distlab": {"source_sha256": source_hash(source)},
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -66,6 +71,13 @@ def execute(source: Path, parameters: str = "") -> nbformat.NotebookNode:
     return notebook
 
 
+def in_64_colours(png: str) -> str:
+    """A picture (base64) with a palette: a third of the bytes, and drawings look the same."""
+    picture, smaller = Image.open(io.BytesIO(base64.b64decode(png))), io.BytesIO()
+    picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(smaller, "PNG", optimize=True)
+    return base64.b64encode(smaller.getvalue()).decode()
+
+
 def build(source: Path, folder: Path = LESSONS) -> Path:
     """Execute `source` and write its notebook into `folder`, or leave what is there and say what is wrong."""
     try:
@@ -73,6 +85,7 @@ def build(source: Path, folder: Path = LESSONS) -> Path:
     except CellExecutionError as error:
         raise click.ClickException(f"{source.name}: a cell failed\n{error}") from error
     text = text.replace(f"{LESSONS.parent}/", "").replace(f"{Path.home()}/", "~/")
+    text = re.sub(r"\(pid \d+\)", "(pid ...)", text)
     text = re.sub(r"[\w/.-]*/ipykernel_\d+/\d+\.py", "<cell>", text)  # where warnings say a cell's code lies
     if (size := len(text.encode())) > LIMIT_BYTES:
         raise click.ClickException(f"{source.name} became {size:,} bytes, over {LIMIT_BYTES:,}: show less")

@@ -47,7 +47,8 @@ def test_number_of_workers_is_a_positive_int(num_workers, error, told):
 
 
 @pytest.mark.parametrize(
-    ("compute_time_s", "error"), [(-1, ValueError), (float("inf"), ValueError), (float("nan"), ValueError), ("1", TypeError)]
+    ("compute_time_s", "error"),
+    [(-1, ValueError), (float("inf"), ValueError), (float("nan"), ValueError), ("1", TypeError)],
 )
 def test_padding_is_a_finite_time(compute_time_s, error):
     with pytest.raises(error, match="compute_time_s must be a (finite )?number of seconds"):
@@ -97,7 +98,9 @@ def test_model_without_trainable_parameter_is_refused(model):
 
 def test_parameters_of_two_dtypes_are_refused():
     model = lambda: nn.Sequential(nn.Linear(5, 5).double(), nn.Linear(5, 1))  # noqa: E731
-    refused(ValueError, "must have one dtype, got .*float64: '0.bias', .*float32: '1.bias'", task=regression(model=model))
+    refused(
+        ValueError, "must have one dtype, got .*float64: '0.bias', .*float32: '1.bias'", task=regression(model=model)
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,4 +220,8 @@ def test_something_else_in_place_of_a_part_is_refused(parts, told):
 
 
 def test_exception_while_checking_arrives_as_itself():
-    refused(RuntimeError, "mat1 and mat2 shapes cannot be multiplied", task=regression(model=lambda: nn.Linear(4, 1).double()))
+    refused(
+        RuntimeError,
+        "mat1 and mat2 shapes cannot be multiplied",
+        task=regression(model=lambda: nn.Linear(4, 1).double()),
+    )

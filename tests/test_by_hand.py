@@ -75,6 +75,4 @@ def test_two_workers_by_hand_send_these_bytes(run):
 
 def test_an_event_reads_as_a_sentence(run):
     second = next(e for e in run.trace if e.kind == "apply" and e.version == 2)
-    assert str(second) == (
-        "worker 1's gradient, read at version 0, was applied by server 0 as version 2: staleness 1"
-    )
+    assert str(second) == ("worker 1's gradient, read at version 0, was applied by server 0 as version 2: staleness 1")

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def raising(error):
 
 def failure(live: dl.LiveRun) -> BaseException:
     """What `wait` raises; no process may be left by then."""
-    processes = Watched(live._launched.pids.values())
+    processes = Watched(live.launched.pids.values())
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         live.wait()
     assert processes.alive(within_s=0) == []
@@ -78,7 +79,7 @@ def test_loss_that_is_not_finite_keeps_the_history(two, strategy):
 @pytest.mark.parametrize("strategy", [dl.AsyncPS(), dl.SyncPS(), dl.AllReduce()], ids=repr)
 def test_exception_in_user_code_arrives_as_itself(two, strategy):
     live = dl.start(raising(lambda: Boom("no such target")), strategy, two, num_updates=LONG)
-    pid = live._launched.pids["worker 1"]
+    pid = live.launched.pids["worker 1"]
     error = failure(live)
     assert type(error) is Boom
     assert str(error) == "no such target"
@@ -90,6 +91,19 @@ def test_exception_in_user_code_brings_its_remote_traceback(two):
     assert isinstance(error.__cause__, RemoteTraceback)
     assert ", in loss\n" in str(error.__cause__)
     assert str(error.__cause__).splitlines()[-2].endswith("Boom: !")
+
+
+def test_exception_ends_the_others_even_if_they_are_busy(two):
+    def loss(outputs, targets):
+        if os.getpid() != me and torch.initial_seed() % 1_000_003 == 0:  # worker 0
+            time.sleep(3600)
+        if os.getpid() != me:
+            raise Boom("!")
+        return outputs.mean()
+
+    me = os.getpid()
+    error = failure(dl.start(countdown(loss=loss), dl.AllReduce(), two, num_updates=5))
+    assert error.__notes__[0].startswith("raised on worker 1")
 
 
 def test_exception_on_a_replica_arrives(two):
@@ -130,7 +144,7 @@ def test_process_that_leaves_by_itself_is_named(two):
         return outputs.mean()
 
     live = dl.start(spoiled(5000.0, loss=loss), dl.SyncPS(), two, num_updates=LONG)
-    pid = live._launched.pids["worker 1"]
+    pid = live.launched.pids["worker 1"]
     error = failure(live)
     assert isinstance(error, dl.ProcessLost)
     assert re.fullmatch(rf"worker 1 \(pid {pid}\) was lost (at step [0-2]|before .*): exit code 3", str(error))
@@ -139,7 +153,6 @@ def test_process_that_leaves_by_itself_is_named(two):
 @pytest.mark.parametrize(
     ("strategy", "who"),
     [
-        (dl.AsyncPS(), "worker 2"),
         (dl.AsyncPS(), "server 0"),
         (dl.SyncPS(), "worker 0"),
         (dl.AllReduce(), "worker 1"),
@@ -152,13 +165,26 @@ def test_process_that_leaves_by_itself_is_named(two):
 def test_killed_process_ends_the_run_and_is_named(three, strategy, who):
     live = dl.start(countdown(), strategy, three, num_updates=LONG)
     until(lambda: live.version > 0 and who in live.trace.who)
-    pid = live._launched.pids[who]
+    pid = live.launched.pids[who]
     os.kill(pid, signal.SIGKILL)
     error = failure(live)
     assert isinstance(error, dl.ProcessLost)
     assert str(error).startswith(f"{who} (pid {pid}) was lost at step ")
     assert str(error).endswith(": killed by SIGKILL")
     assert error.run.num_updates > 0
+
+
+def test_async_ps_goes_on_without_a_killed_worker(three):
+    live = dl.start(countdown(), dl.AsyncPS(locking="server"), three, num_updates=LONG)
+    until(lambda: "worker 2" in live.trace.who)
+    os.kill(live.launched.pids["worker 2"], signal.SIGKILL)
+    until(lambda: len(live.trace.select("death")) > 0)
+    before = live.version
+    until(lambda: live.version > before + 100)
+    live.stop()
+    run = live.wait()
+    assert run.trace.where("death").who == ["worker 2"]
+    assert run.params[0] == -run.version < -100
 
 
 def test_process_killed_before_its_first_step_is_named(two):

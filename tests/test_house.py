@@ -17,20 +17,20 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "distlab"
 
 FLOORS = {
-    0: {"options", "errors", "task", "data", "flat", "trace", "theory", "datasets"},
+    0: {"options", "errors", "task", "data", "flat", "trace", "theory", "datasets", "randomness"},
     1: {"fabric"},
     2: {"collectives", "roles"},
     3: {"strategies"},
     4: {"clusters"},
     5: {"train", "run", "faults", "checkpoint"},
-    5.5: {"reports", "tasks"},
+    5.5: {"reports", "check", "tasks"},
     6: {"plots"},
     7: {"dashboard", "exercises"},
     7.5: {""},  # distlab/__init__.py: it names what is below, and nothing below imports it
     8: {"__main__"},
 }
 # Methods that open a door to a floor above, such as run.plot(): (who, whom), imported in the method only.
-DOORS: set[tuple[str, str]] = set()
+DOORS = {("run", "reports"), ("clusters", "reports")}
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 CORE_FLOORS, HEAVY = 5.5, {"matplotlib", "ipywidgets", "pandas", "sklearn"}
 

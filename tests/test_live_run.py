@@ -21,7 +21,7 @@ STRATEGIES = [
 
 
 def pids(live: dl.LiveRun) -> dict[str, int]:
-    return live._launched.pids
+    return live.launched.pids
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)

@@ -1,7 +1,8 @@
 """The two misreadings of "who applies the update?", measured."""
 
+import numpy as np
 import pytest
-from toys import countdown, train
+from toys import countdown, together, train, train_together
 
 import distlab as dl
 
@@ -9,34 +10,42 @@ import distlab as dl
 @pytest.fixture(scope="module")
 def written(padded):
     """Four workers who write back what they made of parameters that were old by then."""
-    return train(countdown(), dl.WorkerApplies(), padded, 120)
+    return train_together(countdown(), dl.WorkerApplies(), padded, 30)
 
 
 @pytest.fixture(scope="module")
 def broadcast(four):
-    return train(dl.tasks.digits(), dl.BroadcastGradients(), four, 150)
+    return train_together(dl.tasks.digits(), dl.BroadcastGradients(), four, 40)
 
 
 def test_worker_applies_counts_every_write_as_a_version(written):
-    assert written.trace.select("store")["version"].tolist() == list(range(1, 121))
-    assert written.version == 120
+    assert written.trace.select("store")["version"].tolist() == list(range(1, written.version + 1))
+    assert written.version >= 4 * 29
 
 
 def test_worker_applies_is_applied_by_the_workers(written):
     assert written.who_applied == [f"worker {i}" for i in range(4)]
 
 
-def test_worker_applies_loses_most_updates(written):
-    """With the server applying, the parameter would be -120; of four workers' updates about 30 survive."""
-    assert -60 < written.params[0] < 0
+def chain(run: dl.Run) -> list[int]:
+    """The writes that are in the final parameters: the last, the one that it was made from, and so on."""
+    read = {int(row["version"]): int(row["read"]) for row in run.trace.select("store")}
+    versions = [run.version]
+    while read[versions[-1]]:
+        versions.append(read[versions[-1]])
+    return versions
 
 
 def test_worker_applies_keeps_the_updates_on_one_chain_of_writes(written):
-    read = {int(row["version"]): int(row["read"]) for row in written.trace.select("store")}
-    version, survivors = 120, 0
-    while version:
-        version, survivors = read[version], survivors + 1
-    assert written.params[0] == -survivors
+    assert written.params[0] == -len(chain(written)) > -written.version
+
+
+def test_worker_applies_loses_most_updates(written):
+    """While all four write, about one in four survives."""
+    meanwhile = together(written.trace.select("store"))
+    survivors = [version for version in chain(written) if version in meanwhile]
+    assert len(meanwhile) > 80
+    assert len(survivors) < len(meanwhile) / 2
 
 
 def test_worker_applies_with_one_worker_loses_nothing(one):
@@ -48,7 +57,7 @@ def test_broadcast_gradients_is_applied_by_everybody(broadcast):
     for worker in range(4):
         own = broadcast.trace.select("apply", who=f"worker {worker}")["version"].tolist()
         assert own == list(range(own[0], own[-1] + 1)), "every update since its first pull, in the one order"
-        assert len(own) > 30
+        assert len(own) >= 39
 
 
 def test_broadcast_gradients_sends_every_gradient_to_every_worker(broadcast):
@@ -61,9 +70,17 @@ def test_broadcast_gradients_sends_every_gradient_to_every_worker(broadcast):
 
 
 def test_broadcast_gradients_costs_more_bytes_an_update(broadcast, four):
-    right = train(dl.tasks.digits(), dl.AsyncPS(), four, 150)
-    ratio = broadcast.bytes_sent / right.bytes_sent
-    assert 2.0 < ratio <= (1 + 4) / 2 * 1.02  # (1 + P) / 2 without headers and the ends of the run
+    """While all P are there, P + 1 messages of the model's size and not 2: 5 / 2, and some headers."""
+    right = train_together(dl.tasks.digits(), dl.AsyncPS(), four, 40)
+    assert 2.2 < bytes_per_update(broadcast) / bytes_per_update(right) < 2.6
+
+
+def bytes_per_update(run: dl.Run) -> float:
+    applied = run.trace.select("apply", who="server 0")
+    meanwhile = together(applied)
+    times = applied[np.isin(applied["version"], [meanwhile[0], meanwhile[-1]])]["end_s"]
+    rows = run.trace.rows[(run.trace.rows["end_s"] > times.min()) & (run.trace.rows["end_s"] <= times.max())]
+    return rows["bytes"].sum() / len(meanwhile)
 
 
 def test_broadcast_gradients_loses_nothing(four):

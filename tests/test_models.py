@@ -114,6 +114,14 @@ def test_learning_rate_schedule_counts_versions(two, strategy):
     assert train(task, strategy, two, 20).params[0] == -10
 
 
+@pytest.mark.parametrize("strategy", [*STRATEGIES, dl.WorkerApplies()], ids=repr)
+def test_model_may_be_larger_than_any_message_before(two, strategy):
+    """A link's buffers begin at 64 kB; this model has 150 kB, its whole batch of inputs 82 kB."""
+    run = train(dl.tasks.digits(hidden=512, batch_size=160), strategy, two, 4)
+    assert run.version == 4
+    assert run.params.numel() * 4 > 1 << 17
+
+
 def test_num_samples_says_how_long_in_samples(two):
     lengths = {
         strategy.name: dl.train(countdown(), strategy, two, num_samples=90, progress=False).version

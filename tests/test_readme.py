@@ -37,5 +37,7 @@ def test_readme_is_short():
 @pytest.mark.parametrize("line", re.findall(r"^python -m distlab (.+)$", TEXT, re.MULTILINE))
 def test_readme_commands_exist(line):
     command, *options = line.split()
-    done = subprocess.run([sys.executable, "-m", "distlab", command, "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "distlab", command, "--help"], capture_output=True, text=True, check=True
+    )
     assert all(option in done.stdout for option in options if option.startswith("--"))

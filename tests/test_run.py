@@ -29,7 +29,10 @@ def folder(run, tmp_path):
 def test_saved_run_comes_back_as_it_was(run, folder, task):
     back = dl.load_run(folder, task)
     assert repr(back) == repr(run)
-    assert np.array_equal(back.trace.rows, run.trace.rows, equal_nan=False) or back.trace.rows.tobytes() == run.trace.rows.tobytes()
+    assert (
+        np.array_equal(back.trace.rows, run.trace.rows, equal_nan=False)
+        or back.trace.rows.tobytes() == run.trace.rows.tobytes()
+    )
     assert back.history.equals(run.history)
     assert back.summary() == run.summary()
     assert (back.version, back.steps, back.startup_s) == (run.version, run.steps, run.startup_s)

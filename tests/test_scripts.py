@@ -1,9 +1,13 @@
-"""Scripts of their own: what `__main__` defines reaches the workers; Ctrl-C and SIGKILL leave nothing behind."""
+"""Scripts of their own: what `__main__` defines reaches the workers; Ctrl-C and SIGKILL leave nothing behind.
+
+A script takes seconds to load torch, twice; so two of them live through several scenes each.
+"""
 
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -11,11 +15,12 @@ import pytest
 from toys import DEADLINE_S, Watched, until
 
 ROOT = Path(__file__).parents[1]
-DEFINITIONS = """
+SCRIPT = """
+import os
 import torch
 import distlab as dl
 
-SCALE = 2.0
+SCALE, CALLER = 2.0, os.getpid()
 
 class Net(torch.nn.Module):
     def __init__(self):
@@ -37,145 +42,145 @@ class Mine(dl.AsyncPS):
             server.apply(gradient)
             worker.reply()
 
+def talkative(model, inputs):
+    if os.getpid() != CALLER:  # checking a task computes too
+        print("computing")
+    return model(inputs)
+
+def forever(strategy):
+    dl.train(task.but(forward=talkative), strategy, cluster, num_updates=10**9, progress=False)
+
 task = dl.Task(
     model=Net, train=(torch.ones(12, 3), torch.ones(12, 1)), loss=squared, batch_size=4,
     optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
 )
 print("once")
+cluster = dl.LocalCluster(num_workers=2)
 """
-TRAIN = """
-run = dl.train(task, Mine(), dl.LocalCluster(num_workers=2), num_updates=6, progress=False)
-print(run.version, run.who_applied, type(run.model).__name__)
-"""
-GUARDED = "if __name__ == '__main__':\n" + "\n".join("    " + line for line in TRAIN.splitlines())
-ENDLESS = """
-def talkative(outputs, targets):
-    print("computing", flush=True)
-    return squared(outputs, targets)
+STUCK = """
+import time
 
-def forever(strategy):
-    cluster = dl.LocalCluster(num_workers=2)
-    dl.train(task.but(loss=talkative), strategy, cluster, num_updates=10**9, progress=False)
+def stuck(model, inputs):
+    if os.getpid() == CALLER:
+        return model(inputs)
+    print("computing")
+    time.sleep(3600)
+
+dl.train(task.but(forward=stuck), dl.AllReduce(), cluster, num_updates=1)
 """
-AGAIN = """
-try:
-    forever(dl.AllReduce())
-except KeyboardInterrupt:
-    pass
-run = dl.train(task, dl.AllReduce(), dl.LocalCluster(num_workers=2), num_updates=3, progress=False)
-print("again", run.version)
+SCENES = """
+run = dl.train(task, Mine(), cluster, num_updates=6, progress=False)
+print("trained", run.version, run.who_applied, type(run.model).__name__)
+for strategy in (dl.AsyncPS(), dl.InGraph()):
+    try:
+        forever(strategy)
+    except KeyboardInterrupt:
+        print("interrupted")
+print("again", dl.train(task, dl.AllReduce(), cluster, num_updates=3, progress=False).version)
+forever(dl.AllReduce())
 """
 
 
-@pytest.fixture
-def script(tmp_path):
+def start(text: str, folder: Path) -> subprocess.Popen:
     """Start a script; its processes, and theirs, can be told by a variable in their environment."""
-    started = []
-
-    def start(text: str, *, as_file: bool = True) -> subprocess.Popen:
-        (tmp_path / "script.py").write_text(text)
-        args = ["script.py"] if as_file else ["-c", text]
-        mark = uuid.uuid4().hex
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"DISTLAB_TEST_MARK": mark, "PYTHONPATH": path}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        process = subprocess.Popen([sys.executable, *args], cwd=tmp_path, env=environment, **pipes)
-        process.mark = mark
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    (folder / "script.py").write_text(text)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    mark = uuid.uuid4().hex
+    environment = os.environ | {"TEST_MARK": mark, "PYTHONPATH": path, "TMPDIR": str(folder)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, "-u", "script.py"], cwd=folder, env=environment, **pipes)
+    process.mark = mark
+    return process
 
 
-def ended(process: subprocess.Popen) -> tuple[int, str, str]:
-    """Exit code, what was printed, what was complained about."""
-    out, err = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, out, err
-
-
-def family(process: subprocess.Popen) -> list[int]:
+def family(process: subprocess.Popen) -> set[int]:
     """The script's process and all that came from it."""
-    found = []
+    found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if process.mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
+                found.add(int(folder.name))
         except OSError:
             pass  # gone meanwhile, or not ours
     return found
 
 
-def computing(process: subprocess.Popen) -> Watched:
-    """Wait until both workers compute; returns all processes there are then."""
-    heard: set[str] = set()
-    until(lambda: heard.add(process.stdout.readline().strip()) or len(heard & LABELLED) == 2)
-    processes = Watched(family(process))
-    assert len(processes.pids) >= 1 + 1 + 2, "script, fork server, workers"
-    return processes
+def hear(process: subprocess.Popen, *lines: str) -> list[str]:
+    """Read what the script prints until it has said each of `lines`; returns all of it."""
+    heard: list[str] = []
+
+    def said_all() -> bool:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        heard.append(line.strip())
+        return set(lines) <= set(heard)
+
+    until(said_all)
+    return heard
 
 
-LABELLED = {"[worker 0] computing", "[worker 1] computing"}
-
-
-@pytest.mark.parametrize("guard", [TRAIN, GUARDED], ids=["without a guard", "with a guard"])
-def test_script_may_define_everything_in_main(script, guard):
-    process = script(DEFINITIONS + guard)
-    assert ended(process) == (0, "once\n6 ['server 0'] Net\n", "")
-    assert family(process) == []
-
-
-def test_command_line_may_define_everything_too(script):
-    assert ended(script(DEFINITIONS + TRAIN, as_file=False)) == (0, "once\n6 ['server 0'] Net\n", "")
-
-
-@pytest.mark.parametrize("strategy", ["AsyncPS", "AllReduce", "InGraph"])
-def test_interrupt_ends_script_and_processes(script, strategy):
-    if strategy == "InGraph":  # its client computes the loss, so let the replicas talk
-        text = DEFINITIONS + ENDLESS.replace("talkative(outputs, targets)", "talkative(model, inputs)").replace(
-            "squared(outputs, targets)", "model(inputs)", 1
-        ).replace("loss=talkative", "forward=talkative")
-    else:
-        text = DEFINITIONS + ENDLESS
-    process = script(text + f"\nforever(dl.{strategy}())")
-    if strategy == "InGraph":
-        heard: set[str] = set()
-        until(lambda: "[replica 1] computing" in (heard.add(process.stdout.readline().strip()) or heard))
-        processes = Watched(family(process))
-    else:
-        processes = computing(process)
+def interrupt(process: subprocess.Popen, role: str) -> Watched:
+    """When two processes of `role` compute, press Ctrl-C; returns the workers of that run."""
+    hear(process, *(f"[{role} {i}] computing" for i in (0, 1)))
+    group = {pid for pid in family(process) if os.getsid(pid) == pid and pid != process.pid}
     os.killpg(process.pid, signal.SIGINT)
-    code, _, complaint = ended(process)
-    assert code == -signal.SIGINT
-    assert complaint.strip().endswith("KeyboardInterrupt")
-    assert processes.alive() == []
+    assert len(group) >= 2
+    return Watched(group)
 
 
-def test_interrupted_script_can_train_again(script):
-    process = script(DEFINITIONS + ENDLESS + AGAIN)
-    processes = computing(process)
-    process.send_signal(signal.SIGINT)
-    code, out, _ = ended(process)
-    assert (code, out.splitlines()[-1]) == (0, "again 3")
-    assert processes.alive() == []
+@pytest.fixture(scope="module")
+def story():
+    """What a script said and left, from its definitions to its last interrupt."""
+    told = {}
+    with tempfile.TemporaryDirectory() as folder:
+        process = start(SCRIPT + SCENES, Path(folder))
+        try:
+            told["beginning"] = hear(process, "once") + hear(process, "trained 6 ['server 0'] Net")
+            told["left"] = [interrupt(process, role).alive() for role in ("worker", "replica")]
+            told["after"] = hear(process, "again 3")
+            last = interrupt(process, "worker")
+            _, told["complaint"] = process.communicate(timeout=DEADLINE_S)
+            told["left"].append(last.alive())
+            told["code"] = process.returncode
+            until(lambda: not family(process))
+            told["folders"] = list(Path(folder).glob("distlab-*"))
+        finally:
+            process.kill()
+            process.communicate()
+    return told
 
 
-@pytest.mark.parametrize("strategy", ["AsyncPS", "AllReduce"])
-def test_killed_script_leaves_no_process(script, strategy):
-    process = script(DEFINITIONS + ENDLESS + f"\nforever(dl.{strategy}())")
-    processes = computing(process)
+def test_script_defines_everything_in_main_without_a_guard(story):
+    assert story["beginning"] == ["once", "trained 6 ['server 0'] Net"], "once: no worker runs the script again"
+
+
+def test_interrupt_ends_every_process_of_the_run(story):
+    assert story["left"] == [[], [], []]
+
+
+def test_interrupted_script_can_train_again_at_once(story):
+    assert story["after"][-1] == "again 3"
+    assert "interrupted" in story["after"]
+
+
+def test_interrupt_ends_the_script_as_python_does(story):
+    assert story["code"] == -signal.SIGINT
+    assert story["complaint"].strip().endswith("KeyboardInterrupt")
+    assert story["complaint"].count("Traceback") == 1
+
+
+def test_ended_script_leaves_no_folder(story):
+    """Where its processes met."""
+    assert story["folders"] == []
+
+
+def test_killed_script_leaves_no_process(tmp_path):
+    """Not even one that does nothing and so notices nothing."""
+    process = start(SCRIPT + STUCK, tmp_path)
+    hear(process, "[worker 0] computing", "[worker 1] computing")
+    processes = Watched(family(process))
+    assert len(processes.pids) >= 4, "the script, its fork server, two workers"
+    assert len(list(tmp_path.glob("distlab-*"))) == 1, "where its processes meet"
     process.kill()
     assert processes.alive() == []
-
-
-def test_killed_script_leaves_no_folder(script, tmp_path):
-    """The rendezvous lies in a temporary folder; an ordinary end and an interrupt take it away."""
-    text = f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}\n" + DEFINITIONS + ENDLESS + AGAIN
-    process = script(text)
-    computing(process)
-    assert len(list(tmp_path.glob("distlab-*"))) == 1
-    process.send_signal(signal.SIGINT)
-    assert ended(process)[0] == 0
-    assert list(tmp_path.glob("distlab-*")) == []
+    process.communicate()

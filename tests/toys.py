@@ -16,7 +16,7 @@ OPTIMIZERS = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
 }
-DEADLINE_S = 30.0  # how long anything may take before a test calls it hung; no test needs a tenth of it
+DEADLINE_S = 60.0  # how long anything may take before a test calls it hung; nothing needs a tenth of it
 
 
 def regression(optimizer: str = "sgd", **changes) -> dl.Task:
@@ -74,6 +74,25 @@ def train(task: dl.Task, strategy: dl.Strategy, cluster: dl.LocalCluster, num_up
     return dl.train(task, strategy, cluster, num_updates=num_updates, progress=False)
 
 
+def train_together(task: dl.Task, strategy: dl.Strategy, cluster: dl.LocalCluster, gradients_each: int) -> dl.Run:
+    """Train until every worker has computed so many gradients: on a busy machine one may start late."""
+    live = dl.start(task, strategy, cluster, num_updates=10**9)
+
+    def all_have() -> bool:
+        computed = live.trace.select("compute")["worker"]
+        return min((computed == w).sum() for w in range(cluster.num_workers)) >= gradients_each
+
+    until(all_have)
+    live.stop()
+    return live.wait()
+
+
+def together(rows) -> range:
+    """The versions between the one where the last worker came in and the one where the first left."""
+    made = [rows[rows["worker"] == w]["version"] for w in set(rows["worker"].tolist())]
+    return range(max(v.min() for v in made), min(v.max() for v in made) + 1)
+
+
 def keys(rows) -> list[tuple[int, int]]:
     """Whose gradients the rows of a trace are about: (worker, step)."""
     return [(int(w), int(s)) for w, s in zip(rows["worker"], rows["step"], strict=True)]
@@ -84,7 +103,7 @@ def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 class Watched:

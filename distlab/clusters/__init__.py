@@ -2,5 +2,6 @@
 
 from distlab.clusters.base import Cluster, Launched, Sink
 from distlab.clusters.local import LocalCluster
+from distlab.clusters.simulated import SimulatedCluster
 
-__all__ = ["Cluster", "Launched", "LocalCluster", "Sink"]
+__all__ = ["Cluster", "Launched", "LocalCluster", "SimulatedCluster", "Sink"]

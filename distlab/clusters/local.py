@@ -33,7 +33,7 @@ from distlab.errors import PeerLost, ProcessLost, RemoteError, RemoteTraceback
 from distlab.fabric import Peer
 from distlab.options import check_count, check_seconds
 from distlab.strategies.base import Job, Strategy
-from distlab.trace import EVENT
+from distlab.trace import EVENT, Recorder
 
 METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() and sys.platform != "darwin" else "spawn"
 CONTEXT: Any = mp.get_context(METHOD)
@@ -117,7 +117,8 @@ class Processes(Launched):
     """The processes of one run, and the thread that watches them."""
 
     def __init__(self, payload: bytes, strategy: Strategy, cluster: LocalCluster, sink: Sink) -> None:
-        self._sink, self._ending, self._failures = sink, Ending(), list[tuple[Member, BaseException]]()
+        self._strategy, self._sink = strategy, sink
+        self._ending, self._failures = Ending(), list[tuple[Member, BaseException]]()
         self._over = threading.Event()
         self._folder = tempfile.TemporaryDirectory(prefix="distlab-")
         layout = strategy.layout(cluster.num_workers)
@@ -230,7 +231,11 @@ class Processes(Launched):
 
     def _bury(self, member: Member) -> None:
         member.process.join(LEAVE_S)
-        if not member.said:
+        if member.said:
+            return
+        if self._strategy.survives(member.me):
+            self._sink.events(death(member))
+        else:
             self._failures.append((member, lost(member)))
 
 
@@ -264,6 +269,15 @@ def rebuild(member: Member, packed: bytes | None, line: str, text: str) -> BaseE
     error.add_note(f"raised on {member}{at}")
     error.__cause__ = RemoteTraceback(text)
     return error
+
+
+def death(member: Member) -> np.ndarray:
+    """The row of a trace that says when a process died."""
+    rows: list[np.ndarray] = []
+    record = Recorder(*member.me, rows.append)
+    record("death", time.monotonic(), time.monotonic(), worker=member.me.index, step=member.step)
+    record.flush()
+    return rows[0]
 
 
 def lost(member: Member) -> ProcessLost:

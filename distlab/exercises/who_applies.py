@@ -136,9 +136,11 @@ def _judged(ends: list[float], wanted: list[float]) -> Verdict:
     for send, serve, why in MISREADINGS:
         if _same(ends, _ends(send, serve)):
             return not_yet(why)
-    at = 0 if not _same(ends[:1], wanted[:1]) else 1
-    when = ("one worker pulls and writes, twice", "two workers pull, then both write")[at]
-    return not_yet(f"when {when}, x should go from {START:g} to {wanted[at]:g}; yours ends at {ends[at]:g}.")
+    at = next(i for i in range(len(ends)) if not _same(ends[i : i + 1], wanted[i : i + 1]))
+    when = "one worker pulls and writes, twice", "two workers pull, then both write", "four workers take random turns"
+    return not_yet(
+        f"when {when[min(at, 2)]}, x should go from {START:g} to {wanted[at]:g}; yours ends at {ends[at]:g}."
+    )
 
 
 def _ends(send: Send, serve: Serve) -> list[float]:

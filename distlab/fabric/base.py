@@ -159,11 +159,11 @@ class Fabric(ABC):
         """The lock called `name`; leaving it lets every waiting `until` look again."""
 
     @abstractmethod
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds. It must read only what is changed inside a `lock`."""
+    def until(self, condition: Callable[[], bool], what: str = "a change of its own state") -> None:
+        """Wait until `condition` holds: `what` says so in words. It must read only what is changed inside a `lock`."""
 
     @abstractmethod
-    def timed(self, kind: str, function: Callable[[], Any], share: float = 1.0) -> Timed:
+    def timed(self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None) -> Timed:
         """Do `function` and say when. The one door for user code and for work that takes time: a simulated world
         charges its law for `kind` ("compute", "load", "apply", "dispatch", "loss"), a real one measures; `share`
         says which part of a whole gradient this is."""

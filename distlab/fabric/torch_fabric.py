@@ -5,7 +5,6 @@ once, and by nobody else. All of a process's links share one gloo device that li
 each other through a file in a directory that only this user can read, so nothing listens for strangers.
 """
 
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +19,7 @@ from torch import Tensor
 from distlab.errors import BadMessage, PeerLost
 from distlab.fabric import wire
 from distlab.fabric.base import Fabric, Kind, Link, Message, Peer, Running, Timed
+from distlab.randomness import seed_all
 from distlab.trace import Recorder
 
 Gloo: Any = dist.ProcessGroupGloo  # its type stubs leave out most of it
@@ -43,7 +42,7 @@ class TorchLink(Link):
         self.peer = peer
         self._group, self._rank, self._me, self._token = group, rank, me, token
         self._out, self._in = _buffer(FIRST_BYTES), _buffer(FIRST_BYTES)
-        self._leaving: Any = None
+        self._leaving: list[tuple[Any, Tensor]] = []  # sends under way, and the memory that they read
 
     def post(
         self,
@@ -63,9 +62,8 @@ class TorchLink(Link):
         return size
 
     def flush(self) -> None:
-        if self._leaving is not None:
-            leaving, self._leaving = self._leaving, None
-            self._finish(leaving)
+        while self._leaving:
+            self._finish(self._leaving.pop(0)[0])
 
     def recv(self) -> Message:
         self._finish(self._attempt(self._group.recv, [self._in]))
@@ -78,13 +76,12 @@ class TorchLink(Link):
         return self.recv()
 
     def _grow(self, size: int) -> None:
-        self._start((), Message(Kind.GROW, version=size))
-        self.flush()
+        self._start((), Message(Kind.GROW, version=size))  # not awaited: the peer may be about to post as well
         self._out = _buffer(size)
 
     def _start(self, tensors: Sequence[Tensor], message: Message) -> None:
         size = wire.encode(self._out, tensors, message, self._me, self._token)
-        self._leaving = self._attempt(self._group.send, [self._out[:size]])
+        self._leaving.append((self._attempt(self._group.send, [self._out[:size]]), self._out))
 
     def _attempt(self, operation: Callable[..., Any], tensors: list[Tensor]) -> Any:
         try:
@@ -168,9 +165,7 @@ class TorchFabric(Fabric):
         return time.monotonic()
 
     def seed(self, number: int) -> None:
-        torch.manual_seed(number)
-        np.random.seed(number % 2**32)
-        random.seed(number)
+        seed_all(number)
 
     def link(self, role: str, index: int) -> Link:
         return self._links[Peer(role, index)]
@@ -184,7 +179,7 @@ class TorchFabric(Fabric):
             yield
         self.wake()
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition: Callable[[], bool], what: str = "a change of its own state") -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or condition())
         if self._failure is not None:
@@ -201,7 +196,7 @@ class TorchFabric(Fabric):
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def timed(self, kind: str, function: Callable[[], Any], share: float = 1.0) -> Timed:
+    def timed(self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None) -> Timed:
         start = self.now()
         value = function()
         if kind == "compute" and self._pad_s:

@@ -1,5 +1,19 @@
 """Reports: pure functions of a trace, a frozen dataclass of plain numbers each."""
 
+from distlab.reports.ledger import Entry, Ledger, ledger, sample_counts
 from distlab.reports.lineage import Survivors, survivors
+from distlab.reports.replay import Replay, replay
+from distlab.reports.timing import Timing, timing
 
-__all__ = ["Survivors", "survivors"]
+__all__ = [
+    "Entry",
+    "Ledger",
+    "Replay",
+    "Survivors",
+    "Timing",
+    "ledger",
+    "replay",
+    "sample_counts",
+    "survivors",
+    "timing",
+]

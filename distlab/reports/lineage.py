@@ -59,7 +59,7 @@ def survivors_of(stores: Iterable[tuple[int, int]]) -> Survivors:
     if not read_by:
         raise ValueError("no 'store' event: survivors are counted in runs of WorkerApplies, where workers write back")
     version, surviving = max(read_by), 0
-    while version > 0:
+    while version != 0:
         if read_by.get(version, version) >= version:
             raise ValueError(f"this trace does not say from which older version version {version} was made")
         version, surviving = read_by[version], surviving + 1

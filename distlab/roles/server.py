@@ -46,7 +46,7 @@ class Server:
 
     def wait_for(self, version: int) -> None:
         """Wait until that version is there, or no further one will be."""
-        self.fabric.until(lambda: self.version >= version or self.over)
+        self.fabric.until(lambda: self.version >= version or self.over, f"version {version}")
 
     def guard(self) -> AbstractContextManager[Any]:
         """What has to be held while the parameters are read or written."""
@@ -114,7 +114,7 @@ class WorkerPort:
             if message.kind is Kind.INIT:
                 self.server.initialise(self._checked(message))
             elif message.kind is Kind.PULL:
-                self.server.fabric.until(lambda: self.server.ready)
+                self.server.fabric.until(lambda: self.server.ready, "the chief's first parameters")
                 self.reply()
             elif message.kind is kind:
                 self._checked(message)
@@ -129,7 +129,6 @@ class WorkerPort:
             kind = Kind.STOP if server.over else Kind.PARAMS
             said = server.version if version is None else version
             self.link.post(kind, [server.flat.params] if params else [], version=said)
-        self.link.flush()
 
     def refuse(self, gradient: Gradient) -> None:
         """Account for a gradient that came after the last update, and answer with the version it was read at."""

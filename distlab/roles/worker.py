@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from distlab.data import Stream, size_of
+from distlab.data import Stream
 from distlab.errors import NonFiniteLoss
 from distlab.fabric import Fabric
 from distlab.flat import Flat
@@ -60,8 +60,8 @@ class Worker:
         """
         if params.values.data_ptr() != self.flat.params.data_ptr():
             self.flat.params.copy_(params.values)
-        done = self.fabric.timed("compute", lambda: self._backward(batch))
-        gradient = Gradient(self.flat.grads, params.version, self.index, self.step, size_of(batch), done.value)
+        done = self.fabric.timed("compute", lambda: self._backward(batch), idle=0.0)
+        gradient = Gradient(self.flat.grads, params.version, self.index, self.step, self.stream.batch_size, done.value)
         self.fabric.record("compute", done.start_s, done.end_s, version=params.version, **gradient.facts)
         if not math.isfinite(done.value):
             raise NonFiniteLoss(str(self.fabric.me), self.step, done.value)

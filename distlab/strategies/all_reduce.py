@@ -22,6 +22,8 @@ class AllReduce(Strategy):
     If a worker dies: the run ends with an error that names it.
     """
 
+    promises = ("fresh", "one from each", "identical replicas")
+
     def layout(self, num_workers: int) -> Layout:
         return Layout({"worker": num_workers}, [("worker", "worker")])
 

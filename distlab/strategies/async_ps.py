@@ -7,6 +7,7 @@ Between-graph replication as in TensorFlow 1: every worker drives itself. The ha
 from dataclasses import dataclass
 from typing import Literal
 
+from distlab.fabric import Peer
 from distlab.options import nearest
 from distlab.roles.server import Server, ServerPort, WorkerPort
 from distlab.roles.worker import Worker
@@ -21,7 +22,8 @@ class AsyncPS(ParameterServerStrategy):
 
     Who applies: the server, one update per gradient. The version counts them.
     Assumes: that old gradients still help. N equal workers settle at staleness N - 1.
-    If a worker dies: the run ends with an error that names it.
+    If a worker dies: the others go on; its last gradient may be lost with it.
+    If the chief dies: the same, once the first parameters are with the server.
     If the server dies: the run ends.
 
     Args:
@@ -36,10 +38,14 @@ class AsyncPS(ParameterServerStrategy):
         if self.locking not in LOCKING:
             raise ValueError(f"locking={self.locking!r}: {nearest(str(self.locking), LOCKING)}")
 
+    def survives(self, peer: Peer) -> bool:
+        return peer.role == "worker"
+
     def serve(self, server: Server, worker: WorkerPort) -> None:
         for gradient in worker.pushes():
-            server.apply(gradient)  # the server applies: here, and nowhere else
-            worker.reply()
+            with server.guard():  # or the answer would queue behind the others' gradients
+                server.apply(gradient)  # the server applies: here, and nowhere else
+                worker.reply()
 
     def work(self, worker: Worker, server: ServerPort) -> None:
         params = server.pull()

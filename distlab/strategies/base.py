@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from distlab.fabric import Fabric, Kind
+from distlab.errors import PeerLost
+from distlab.fabric import Fabric, Kind, Peer
 from distlab.flat import Flat, local_state
 from distlab.options import Options
 from distlab.roles.server import Server, ServerPort, WorkerPort
@@ -59,9 +60,12 @@ class Strategy(Options, ABC):
 
     Attributes:
         final: the role whose number 0 holds the model at the end.
+        promises: what `check_strategy` may hold it to, beyond what is true of all: "fresh" (version v holds only
+            gradients read at v - 1), "one from each" (of every worker), "identical replicas".
     """
 
     final: ClassVar[str] = "worker"
+    promises: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def layout(self, num_workers: int) -> Layout:
@@ -86,6 +90,10 @@ class Strategy(Options, ABC):
         options: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in options if getattr(self, f.name) != f.default]
         return f"{type(self).__name__}({', '.join(said)})"
+
+    def survives(self, peer: Peer) -> bool:
+        """Does the run go on without this process?"""
+        return False
 
     @property
     def name(self) -> str:
@@ -123,10 +131,19 @@ class ParameterServerStrategy(Strategy):
     def _serve(self, fabric: Fabric, job: Job) -> Outcome:
         server = self.make_server(fabric, job)
         ports = [WorkerPort(server, link) for link in fabric.links("worker")]
-        for task in [fabric.spawn(self.serve, server, port) for port in ports]:
+        for task in [fabric.spawn(self._serve_one, server, port) for port in ports]:
             task.join()
         server.close()
+        if not server.over:
+            raise PeerLost("the last worker")
         return Outcome(server.flat.params, server.version)
+
+    def _serve_one(self, server: Server, port: WorkerPort) -> None:
+        try:
+            self.serve(server, port)
+        except PeerLost:
+            if not (self.survives(port.link.peer) or server.over):
+                raise
 
     def _work(self, fabric: Fabric, job: Job) -> Outcome:
         worker = worker_of(fabric, job)

@@ -36,6 +36,8 @@ class InGraph(Strategy):
     If the client dies: the run is over; it was the only one that knew the parameters.
     """
 
+    promises = ("fresh", "one from each")
+
     final = "client"
 
     def layout(self, num_workers: int) -> Layout:

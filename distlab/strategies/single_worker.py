@@ -17,6 +17,8 @@ class SingleWorker(Strategy):
     If the worker dies: the run is over.
     """
 
+    promises = ("fresh", "one from each")
+
     def layout(self, num_workers: int) -> Layout:
         return Layout({"worker": 1})
 

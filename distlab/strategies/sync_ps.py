@@ -21,6 +21,8 @@ class SyncPS(ParameterServerStrategy):
     If the server dies: the run ends.
     """
 
+    promises = ("fresh", "one from each")
+
     def gradients_per_update(self, num_workers: int) -> int:
         return num_workers
 

@@ -56,15 +56,19 @@ applied_by = run.summary()["who_applied"]
 plots.plot_timeline(run, **some(run), title=f"you: {my_guess or 'no guess'}; the trace: {applied_by}")
 
 # %% [markdown]
-# A row per process. Each version is born on the server's row (green), a moment after a push (orange) reached
-# it. The workers' rows hold no green at all.
+# A row per process, a thin line for each new version. Versions are born on the server's row (green), just
+# after a push (orange) reached it. The workers' rows hold no green at all.
 
 # %%
-Markdown(f"**{applied_by} applied all {run.num_updates} updates**, one per gradient. The last four:")
+Markdown(f"**{applied_by} applied all {run.num_updates} updates**, one per gradient. Here is the life of one:")
 
 # %%
-for event in list(run.trace.where("apply"))[-4:]:
-    print(event)
+columns = ["who", "kind", "worker", "step", "read", "version", "start_s", "end_s"]
+step = num_updates // 8
+run.trace.table().query("worker == 1 and step == @step")[columns].round(4)
+
+# %%
+print(run.trace.where("apply", worker=1)[step])
 
 # %% [markdown]
 # So a gradient read at version *v* is applied as version *u*, and *u* − 1 − *v* others came in between. That
@@ -76,11 +80,11 @@ wait_ms = 1000 * sorted(wait["end_s"] - wait["start_s"])[len(wait) // 2]
 Markdown(
     f"Mean staleness **{run.mean_staleness:.2f}**; closed form for {cluster.num_workers} equal workers, N − 1: "
     f"**{cluster.num_workers - 1}** (the very first gradients are fresher). After a push, a worker had its "
-    f"answer in {wait_ms:.1f} ms (median): the time to apply *its own* gradient, not to wait for another worker's."
+    f"answer in {wait_ms:.1f} ms (median): it waits for its own gradient to be applied, never for another worker."
 )
 
 # %% [markdown]
-# Is anything broadcast? Count every message:
+# Is anything broadcast? Count every message. (`unused` gradients arrived after the last update.)
 
 # %%
 run.trace.table().groupby(["who", "kind"]).size().unstack(fill_value=0)
@@ -125,7 +129,8 @@ print(inspect.getsource(dl.AsyncPS.work))
 # %% [markdown]
 # ## First misreading: the worker applies, and writes the parameters back
 #
-# It sounds equivalent, and many diagrams draw it. Only the last three lines matter:
+# It sounds equivalent, and is easily read into a diagram. Look for `updater.step`, on the worker's own copy,
+# and for what it then sends: parameters.
 
 # %%
 print(inspect.getsource(dl.WorkerApplies.work))
@@ -165,7 +170,10 @@ pictures.by_workers(shares, closed, ylabel="share of updates that survive", gues
 
 # %% [markdown]
 # Between a worker's read and its write, each of the others writes once, and all of that is overwritten. One
-# in P survives. Is the descent to be believed? Ask a model that counts: its every update adds exactly 1.
+# in P survives. Worse, the answer to a write is the writer's own parameters: the P workers train P separate
+# models, and that of the last writer is kept.
+#
+# Is the descent to be believed? Ask a model that counts: each of its updates adds exactly 1.
 
 # %%
 counter = who_applies.counting_task()
@@ -202,7 +210,7 @@ Markdown(
 # no update. First what `AsyncPS` sends:
 
 # %%
-n_kB = 4 * len(run.params) / 1000
+n_kB = run.params.nbytes / 1000
 Markdown(f"Gradient and parameters are {n_kB:.1f} kB each; per update, AsyncPS moves one up and one down.")
 
 # %% [markdown]
@@ -225,7 +233,8 @@ Markdown(
     f"With {most} workers: **{kB['BroadcastGradients'][most]:.0f} kB** per update, against "
     f"{kB['AsyncPS'][most]:.0f} kB; and **{len(posting[most].who_applied)} optimizers**, against "
     f"{len(pushing[most].who_applied)}. Accuracy: {posting[most].evaluate()['accuracy']:.1%}, against "
-    f"{pushing[most].evaluate()['accuracy']:.1%}. (A little above the lines: first pulls and headers.)"
+    f"{pushing[most].evaluate()['accuracy']:.1%}. "
+    "(The lines leave out headers, first pulls and what was not yet delivered at the end.)"
 )
 
 # %% [markdown]
@@ -256,6 +265,7 @@ dl.train(task, Impatient(), cluster, num_updates=num_updates, progress=False)
 # 2. Whose gradients become staler, worker 0's or the others'?
 
 # %%
+# %xmode Context
 import time
 from dataclasses import dataclass
 
@@ -325,7 +335,7 @@ who_applies.check(to_send, at_server)
 #   is one more variable there, our version.
 # - **DistBelief**, its forerunner: workers push gradients, servers apply them, with Adagrad's state on the
 #   server.
-# - **All-reduce** (PyTorch's DDP): there every worker does apply, the same sum of all gradients, after
+# - **All-reduce** (PyTorch's DDP): there every worker does apply, the same mean of all gradients, after
 #   waiting for all of them. Nothing is lost because nobody is alone.
 #
 # Left out here: parameters split over several servers (pushes then arrive in a different order on each),
@@ -340,8 +350,8 @@ who_applies.check(to_send, at_server)
 # - If workers wrote parameters back, 1/P of the updates would survive; if gradients were broadcast, P + 1
 #   messages would carry what 2 can.
 #
-# **Where next.** Put `dl.SyncPS()` or `dl.AllReduce()` in place of `dl.AsyncPS()` in the experiment, and ask
-# the same two questions.
+# **Where next.** Put `dl.SyncPS()` or `dl.AllReduce()` in place of `dl.AsyncPS()` in the experiment, and look
+# at the first timeline again: who applies, and who waits for whom?
 #
 # **Papers.** Dean et al. 2012, *Large scale distributed deep networks*, section 4.1 (Downpour SGD). Li et al.
 # 2014, *Scaling distributed machine learning with the parameter server*, section 3.3 (functions that run on

@@ -1,0 +1,325 @@
+"""`SimulatedCluster`: any number of workers on a virtual clock, on one core.
+
+The strategies are the ones that run on real processes, to the letter; gradients are real too. What is made up is
+time: how long a gradient takes, how fast the network is, who is slow and who dies, all of it drawn from a seed.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from distlab.clusters.base import Cluster, Ending, Launched, Sink
+from distlab.errors import ProcessLost
+from distlab.fabric import Peer
+from distlab.fabric.laws import Empirical, Gamma, Law, law
+from distlab.fabric.network import Change, Network, Nic
+from distlab.fabric.simulated import SimulatedFabric, World
+from distlab.options import check_count, nearest
+from distlab.randomness import undisturbed
+from distlab.strategies.base import Job, Strategy
+from distlab.trace import Recorder, Trace
+
+
+class Measured(Protocol):
+    """What a simulated cluster is made like: a run."""
+
+    trace: Trace
+    num_workers: int
+
+
+GRADIENTS = ("real", "none")
+COMPUTES = ("worker", "replica")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Settings:
+    """Everything about a simulated cluster but its number of workers."""
+
+    compute: tuple[Law, ...]
+    network: Network
+    apply: Law | None
+    dispatch: Law | None
+    load: Law | None
+    seed: int
+    gradients: str
+    changes: tuple[Change, ...] = ()
+
+
+class SimulatedCluster(Cluster):
+    """`num_workers` workers on a virtual clock. The same seed gives the same run, bit for bit.
+
+    Args:
+        num_workers: at least 1.
+        compute: how long a gradient takes: a law (see `distlab.laws`), a number of seconds, or one of these per
+            worker.
+        network: latency and bandwidth of every NIC.
+        apply_time: how long one apply takes its server, client or worker; None: no time.
+        dispatch_time: how long the in-graph client takes to cut and hand out one batch; None: no time.
+        seed: of all times that are drawn. The task's own seed is another one.
+        gradients: "real" computes them; "none" computes nothing, for pure timing: the parameters stay as they are.
+
+    Scenarios read as sentences and make a new cluster each:
+
+    >>> SimulatedCluster(8, compute=0.1).slow(worker=3, factor=5).kill(worker=0, at_s=12)
+    SimulatedCluster(num_workers=8).slow(worker=3, factor=5).kill(worker=0, at_s=12)
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        compute: Law | float | Sequence[Law | float] = Gamma(mean_s=0.1, variation=0.1),  # noqa: B008
+        network: Network = Network(),  # noqa: B008
+        apply_time: Law | float | None = None,
+        dispatch_time: Law | float | None = None,
+        seed: int = 0,
+        gradients: Literal["real", "none"] = "real",
+    ) -> None:
+        self.num_workers = check_count("num_workers", num_workers)
+        if gradients not in GRADIENTS:
+            raise ValueError(f"gradients={gradients!r}: {nearest(str(gradients), GRADIENTS)}")
+        if not isinstance(network, Network):
+            raise TypeError(f"network must be a Network, got {network!r}")
+        self._settings = _Settings(
+            compute=_laws(compute, num_workers),
+            network=network,
+            apply=None if apply_time is None else law(apply_time),
+            dispatch=None if dispatch_time is None else law(dispatch_time),
+            load=None,
+            seed=check_count("seed", seed, least=0),
+            gradients=gradients,
+        )
+
+    def __repr__(self) -> str:
+        return f"SimulatedCluster(num_workers={self.num_workers})" + "".join(map(sentence, self._settings.changes))
+
+    @classmethod
+    def like(cls, run: Measured, *, seed: int = 0, gradients: Literal["real", "none"] = "real") -> "SimulatedCluster":
+        """A cluster with the compute times, the apply and load times and the message time of a real run.
+
+        Every worker draws from its own measured times. The message time holds all that a message of this run's size
+        costs (threads, system calls, copies): the part that keeps its sender busy as bandwidth, the rest as latency.
+
+        Raises:
+            ValueError: the run is too short to read its times from.
+        """
+        from distlab.reports import timing
+
+        times = timing(run.trace, run.num_workers)
+        sizes = run.trace.rows["bytes"][run.trace.rows["bytes"] > 0]
+        rate = float(sizes.mean()) / times.busy_s if times.busy_s else math.inf
+        other = cls(
+            run.num_workers,
+            compute=[Empirical(worker) for worker in times.compute_s],
+            network=Network(latency_s=times.message_s - times.busy_s, bandwidth_bytes_per_s=rate),
+            apply_time=Empirical(times.apply_s),
+            dispatch_time=Empirical([times.dispatch_s]),
+            seed=seed,
+            gradients=gradients,
+        )
+        other._settings = replace(other._settings, load=Empirical(times.load_s))
+        return other
+
+    def slow(self, *, worker: int, factor: float, from_s: float = 0.0, to_s: float = math.inf) -> "SimulatedCluster":
+        """Computing takes this worker `factor` times as long, from and to a moment, or for good."""
+        return self.changed(Change("slow", worker, from_s, to_s, factor))
+
+    def throttle(
+        self, *, worker: int, factor: float, from_s: float = 0.0, to_s: float = math.inf
+    ) -> "SimulatedCluster":
+        """This worker's NIC has `factor` (below 1) of its bandwidth."""
+        return self.changed(Change("throttle", worker, from_s, to_s, factor))
+
+    def partition(self, *, worker: int, from_s: float = 0.0, to_s: float = math.inf) -> "SimulatedCluster":
+        """No message leaves or reaches this worker; those that are sent meanwhile wait."""
+        return self.changed(Change("partition", worker, from_s, to_s))
+
+    def kill(self, *, worker: int, at_s: float) -> "SimulatedCluster":
+        """This worker's process ends, without a word."""
+        return self.changed(Change("kill", worker, at_s))
+
+    def changed(self, change: Change) -> "SimulatedCluster":
+        """The same cluster with one more line of its scenario."""
+        check_count("worker", change.worker, least=0)
+        if change.worker >= self.num_workers:
+            raise ValueError(f"there is no worker {change.worker}: this cluster has 0 to {self.num_workers - 1}")
+        if not 0 <= change.from_s < math.inf or not change.to_s > change.from_s:
+            raise ValueError(f"a scenario goes from 0 s or later to a later time, got {change.from_s} to {change.to_s}")
+        if not 0 < change.factor < math.inf:
+            raise ValueError(f"factor must be positive and finite, got {change.factor}")
+        other = SimulatedCluster(self.num_workers)
+        other._settings = replace(self._settings, changes=(*self._settings.changes, change))
+        return other
+
+    def launch(self, strategy: Strategy, job: Job, sink: Sink) -> "SimulatedRun":
+        return SimulatedRun(self, strategy, job, sink)
+
+    def laws(self, me: Peer) -> dict[str, Law]:
+        """How long each kind of work takes on a process."""
+        laws = {kind: getattr(self._settings, kind) for kind in ("apply", "dispatch", "load")}
+        if me.role in COMPUTES:
+            laws["compute"] = self._settings.compute[me.index]
+        return {kind: law for kind, law in laws.items() if law is not None}
+
+    def build(self, strategy: Strategy, job: Job, sink: Sink) -> World:
+        """The world of one run, with every process at its first line."""
+        world = World(hollow=self._settings.gradients == "none")
+        layout = strategy.layout(self.num_workers)
+        peers = [Peer(role, i) for role, count in layout.counts.items() for i in range(count)]
+        for number, me in enumerate(peers):
+            changes = [c for c in self._settings.changes if me.role in COMPUTES and c.worker == me.index]
+            record = Recorder(*me, sink.events, capacity=64)
+            node = SimulatedFabric(
+                world,
+                me,
+                layout.counts,
+                record,
+                laws=self.laws(me),
+                changes=changes,
+                seed=[self._settings.seed, number],
+            )
+            world.nodes[me], world.nics[me] = node, Nic(self._settings.network, changes)
+        for a, b in layout.links:
+            ends = [(p, q) for p in peers if p.role == a for q in peers if q.role == b]
+            for p, q in ends:
+                if a != b or p.index < q.index:
+                    world.nodes[p].connect(q)
+        return world
+
+
+def _laws(compute: Any, num_workers: int) -> tuple[Law, ...]:
+    if not isinstance(compute, Sequence):
+        return (law(compute),) * num_workers
+    if len(compute) != num_workers:
+        raise ValueError(f"compute has {len(compute)} laws for {num_workers} workers")
+    return tuple(law(one) for one in compute)
+
+
+def sentence(change: Change) -> str:
+    """A line of a scenario, as it is written."""
+    if change.kind == "kill":
+        return f".kill(worker={change.worker}, at_s={change.from_s:g})"
+    factor = "" if change.kind == "partition" else f", factor={change.factor:g}"
+    start = f", from_s={change.from_s:g}" if change.from_s else ""
+    end = f", to_s={change.to_s:g}" if change.to_s < math.inf else ""
+    return f".{change.kind}(worker={change.worker}{factor}{start}{end})"
+
+
+class SimulatedRun(Launched):
+    """A simulated run, in a thread of its own, which can be paused and stepped."""
+
+    def __init__(self, cluster: SimulatedCluster, strategy: Strategy, job: Job, sink: Sink) -> None:
+        self._cluster, self._strategy, self._job, self._sink = cluster, strategy, job, sink
+        self._ending, self._over = Ending(), threading.Event()
+        self._turn = threading.Condition()
+        self._allowed: float = math.inf  # events that may still happen before the next pause
+        self._orders: list[Callable[[], None]] = []
+        self._killed = False
+        self.world: World | None = None
+        self.events = 0  # that have happened
+        self._thread = threading.Thread(target=self._run, name="distlab-simulation", daemon=True)
+        self._thread.start()
+
+    @property
+    def ident(self) -> int:
+        """The thread that simulates."""
+        return self._thread.ident or 0
+
+    def stop(self) -> None:
+        self._order(self._stop)
+
+    def kill(self) -> None:
+        self._killed = True
+        self._order(lambda: None)
+        if threading.current_thread().name != "distlab-simulation":
+            self._over.wait()
+
+    def wait(self, timeout_s: float | None = None) -> Ending | None:
+        return self._ending if self._over.wait(timeout_s) else None
+
+    def pause(self) -> None:
+        """Let no further event happen."""
+        self._allow(0)
+
+    def resume(self) -> None:
+        """Go on."""
+        self._allow(math.inf)
+
+    def step(self, events: int = 1) -> float:
+        """Let so many events happen, then pause; returns the virtual time."""
+        self._allow(events)
+        with self._turn:
+            self._turn.wait_for(lambda: self._allowed <= 0 or self._over.is_set())
+        return self.world.env.now if self.world else 0.0
+
+    def _allow(self, events: float) -> None:
+        with self._turn:
+            self._allowed = events
+            self._turn.notify_all()
+
+    def _order(self, order: Callable[[], None]) -> None:
+        with self._turn:
+            self._orders.append(order)
+            self._turn.notify_all()
+
+    def _stop(self) -> None:
+        assert self.world is not None
+        self._allowed = math.inf
+        for node in self.world.nodes.values():
+            node.stopping = True
+            node.wake()
+
+    def _run(self) -> None:
+        try:
+            with undisturbed():
+                self._simulate()
+        except BaseException as error:
+            self._ending.error = error
+        with self._turn:
+            self._over.set()
+            self._turn.notify_all()
+
+    def _simulate(self) -> None:
+        world = self.world = self._cluster.build(self._strategy, self._job, self._sink)
+        for me, node in world.nodes.items():
+            node.spawn(self._program, me, node)
+            for change in node.changes:
+                if change.kind == "kill":
+                    world.at(change.from_s, lambda node=node: self._kill(node))  # type: ignore[misc]
+        while not world.over and not self._killed:
+            self._wait_for_turn()
+            if not self._killed:
+                world.step()
+                self.events += 1
+        for node in world.nodes.values():
+            node.record.flush()
+        if world.failure is not None:
+            me, error = world.failure
+            error.add_note(f"raised on {me} at {world.env.now:.6g} s of virtual time")
+            raise error
+
+    def _program(self, me: Peer, node: SimulatedFabric) -> None:
+        self._ending.outcomes[me] = self._strategy.run(node, self._job)
+
+    def _kill(self, node: SimulatedFabric) -> None:
+        if node.dead or not node.tasks:
+            return  # it has ended before
+        now = node.now()
+        node.record("death", now, now, worker=node.me.index)
+        if not self._strategy.survives(node.me) and node.world.failure is None:
+            lost = ProcessLost(f"{node.me} was lost at {now:.6g} s: killed by the scenario")
+            node.world.failure = (node.me, lost)
+        node.kill()
+
+    def _wait_for_turn(self) -> None:
+        if self._allowed == math.inf and not self._orders:
+            return
+        with self._turn:
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._allowed > 0 or self._orders)
+            orders, self._orders = self._orders, []
+            self._allowed -= not orders
+        for order in orders:
+            order()

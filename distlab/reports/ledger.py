@@ -1,0 +1,126 @@
+"""The ledger: what became of every gradient and of every sample.
+
+Each gradient that a worker began to compute ends as exactly one of: applied at a version, dropped, unused (it came,
+or was still under way, when the run was over), or lost with its worker. The sums balance in every run; if they did
+not, somebody would have trained on a gradient twice, or on nothing.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distlab.data import Stream
+from distlab.task import Task
+from distlab.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FATES = ("applied", "dropped", "unused", "lost")
+FATE_OF = {"apply": "applied", "drop": "dropped", "unused": "unused"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One gradient: whose, computed at which step, and what became of it. `version` is -1 unless it was applied."""
+
+    worker: int
+    step: int
+    samples: int
+    fate: str
+    version: int = -1
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Every gradient of a run, once, in the order of worker and step."""
+
+    entries: tuple[Entry, ...]
+    problems: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{count} {fate}" for fate, count in self.counts.items() if count)
+        return f"Ledger({len(self.entries)} gradients: {said or 'none'}{'' if self.balances else '; DOES NOT BALANCE'})"
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many gradients met each fate."""
+        return {fate: sum(e.fate == fate for e in self.entries) for fate in FATES}
+
+    @property
+    def balances(self) -> bool:
+        """Every gradient has one fate, and no fate is without its gradient."""
+        return not self.problems
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """How many samples met each fate; a sample that two gradients used counts twice."""
+        return {fate: sum(e.samples for e in self.entries if e.fate == fate) for fate in FATES}
+
+    def table(self) -> "pd.DataFrame":
+        """A row per worker, a column per fate."""
+        import pandas as pd
+
+        rows = pd.DataFrame([vars(e) for e in self.entries], columns=["worker", "step", "samples", "fate", "version"])
+        counts = rows.groupby(["worker", "fate"]).size().unstack(fill_value=0)
+        return counts.reindex(columns=list(FATES), fill_value=0)
+
+
+def ledger(trace: Trace) -> Ledger:
+    """The ledger of a trace.
+
+    >>> from distlab.trace import EVENT, KINDS
+    >>> rows = np.zeros(3, EVENT)
+    >>> rows["kind"] = [KINDS.index(k) for k in ("compute", "compute", "apply")]
+    >>> rows["step"], rows["version"], rows["end_s"] = [0, 1, 0], [0, 0, 1], [1.0, 2.0, 1.5]
+    >>> ledger(Trace(rows))
+    Ledger(2 gradients: 1 applied, 1 unused)
+    """
+    computed = unique(trace.select("compute"))
+    dead = set(trace.select("death")["worker"].tolist())
+    fates, problems = outcomes(trace)
+    missing = sorted(set(fates) - set(computed))
+    problems += [f"worker {w}'s gradient of step {s} was {fates[w, s][0]}, but never computed" for w, s in missing]
+    entries = []
+    for (worker, step), samples in sorted(computed.items()):
+        fate, version, said = fates.get((worker, step), ("lost" if worker in dead else "unused", -1, samples))
+        entries.append(Entry(worker, step, max(samples, said), fate, version))
+    return Ledger(tuple(entries), tuple(problems))
+
+
+def unique(rows: np.ndarray) -> dict[tuple[int, int], int]:
+    """(worker, step) -> samples; a gradient that was computed in parts counts once."""
+    found: dict[tuple[int, int], int] = {}
+    for worker, step, samples in rows[["worker", "step", "samples"]].tolist():
+        found[worker, step] = max(samples, found.get((worker, step), 0))
+    return found
+
+
+def outcomes(trace: Trace) -> tuple[dict[tuple[int, int], tuple[str, int, int]], list[str]]:
+    """(worker, step) -> (fate, version, samples), and what contradicts itself."""
+    fates: dict[tuple[int, int], tuple[str, int, int]] = {}
+    problems: list[str] = []
+    for kind, fate in FATE_OF.items():
+        for row in trace.select(kind)[["worker", "step", "version", "samples"]].tolist():
+            worker, step, version, samples = row
+            ending = (fate, version if fate == "applied" else -1, samples)
+            before = fates.setdefault((worker, step), ending)
+            if before[:2] != ending[:2]:
+                problems.append(f"worker {worker}'s gradient of step {step} was {before[0]}, then {fate}")
+    return fates, problems
+
+
+def sample_counts(book: Ledger, task: Task, num_workers: int) -> dict[str, np.ndarray]:
+    """How often each sample of the training data met each fate.
+
+    Args:
+        num_workers: how many the stream of samples was dealt to (1 for `SingleWorker`).
+
+    Returns: fate -> (num_samples,) counts. Their sum over fates says how often a sample was computed on.
+    """
+    counts = {fate: np.zeros(task.num_samples, int) for fate in FATES}
+    for entry in book.entries:
+        whose = {"index": entry.worker, "num_workers": num_workers, "batch_size": task.batch_size, "seed": task.seed}
+        np.add.at(counts[entry.fate], Stream(task.train, **whose).indices(entry.step).numpy(), 1)
+    return counts

@@ -1,0 +1,165 @@
+"""A message on the wire: it comes back as it was, and anything else is a BadMessage, never a crash."""
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from distlab.errors import BadMessage
+from distlab.fabric import Kind, Message, Peer, wire
+
+ME, TOKEN = Peer("worker", 2), 1234567890123456789
+FIELDS = ("magic", "kind", "role", "index", "version", "step", "samples", "sent_ns", "count", "loss", "token")
+INT64 = st.integers(-(2**63), 2**63 - 1)
+INTEGERS = [t for t in wire.DTYPES if not (t.is_floating_point or t.is_complex or t == torch.bool)]
+
+
+def packed(*tensors: torch.Tensor, room: int = 4096, **header) -> torch.Tensor:
+    """A buffer with a message in it."""
+    buffer = torch.zeros(max(room, wire.size(tensors)), dtype=torch.uint8)
+    wire.encode(buffer, tensors, Message(**{"kind": Kind.PUSH} | header), ME, TOKEN)
+    return buffer
+
+
+def altered(buffer: torch.Tensor, **fields) -> torch.Tensor:
+    """The same buffer with some numbers of its header changed."""
+    view = memoryview(buffer.numpy())
+    values = dict(zip(FIELDS, wire.HEADER.unpack_from(view, 0), strict=True)) | fields
+    wire.HEADER.pack_into(view, 0, *values.values())
+    return buffer
+
+
+def described(code: int, ndim: int, *dims: int) -> torch.Tensor:
+    """A message whose one tensor is said to be this."""
+    buffer = packed(torch.ones(3))
+    wire.LINE.pack_into(memoryview(buffer.numpy()), wire.HEADER.size, code, ndim, *dims, *(0,) * (8 - len(dims)))
+    return buffer
+
+
+@st.composite
+def tensors(draw):
+    dtype = draw(st.sampled_from(wire.DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=8).filter(lambda s: math.prod(s) < 500))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    return (torch.rand(shape, generator=generator) * 200 - 100).to(dtype)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    sent=st.lists(tensors(), max_size=4),
+    version=INT64,
+    step=INT64,
+    samples=INT64,
+    loss=st.floats(),
+    kind=st.sampled_from(Kind),
+)
+def test_message_comes_back_as_it_was(sent, version, step, samples, loss, kind):
+    buffer = packed(*sent, kind=kind, version=version, step=step, samples=samples, loss=loss)
+    got = wire.decode(buffer, ME, TOKEN)
+    assert (got.kind, got.version, got.step, got.samples) == (kind, version, step, samples)
+    assert got.loss == loss or math.isnan(got.loss) and math.isnan(loss)
+    assert got.num_bytes == wire.size(sent)
+    assert [(t.dtype, t.shape) for t in got.tensors] == [(t.dtype, t.shape) for t in sent]
+    assert all(mine.equal(theirs) for mine, theirs in zip(got.tensors, sent, strict=True))
+
+
+def test_tensor_that_is_not_contiguous_arrives_right():
+    sent = torch.arange(12.0).view(3, 4).t()
+    assert wire.decode(packed(sent), ME, TOKEN).values.equal(sent)
+
+
+def test_message_is_a_copy():
+    sent = torch.ones(3)
+    buffer = packed(sent)
+    sent.zero_()
+    assert wire.decode(buffer, ME, TOKEN).values.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"magic": 0}, "a message on the link to worker 2 is not from this run"),
+        ({"token": TOKEN + 1}, "a message on the link to worker 2 is not from this run"),
+        ({"index": 1}, "says it is from role 0, number 1"),
+        ({"role": 1}, "says it is from role 1, number 2"),
+        ({"role": 99}, "says it is from role 99, number 2"),
+        ({"role": -1}, "says it is from role -1"),
+        ({"kind": 0}, "a message from worker 2 has kind 0 and 1 tensors"),
+        ({"kind": 99}, "has kind 99"),
+        ({"count": -1}, "has kind 3 and -1 tensors"),
+        ({"count": wire.MAX_TENSORS + 1}, "has kind 3 and 257 tensors"),
+        ({"count": 200}, "announces 200 tensors, more than the agreed size holds"),
+    ],
+    ids=str,
+)
+def test_header_that_was_not_agreed_is_refused(fields, told):
+    with pytest.raises(BadMessage, match=told):
+        wire.decode(altered(packed(torch.ones(3)), **fields), ME, TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ((99, 1, 3), "describes a tensor of dtype 99 and 1 dimensions"),
+        ((-1, 1, 3), "dtype -1"),
+        ((0, 9, 3), "9 dimensions"),
+        ((0, -1, 3), "-1 dimensions"),
+        ((0, 1, -3), "describes a tensor of dtype 0"),
+        ((0, 1, 1 << 20), r"announces a tensor \[1048576\], 4194304 bytes: more than was agreed"),
+        ((0, 3, 1 << 62, 1 << 62, 1 << 62), "more than was agreed"),
+    ],
+    ids=str,
+)
+def test_tensor_that_was_not_agreed_is_refused(line, told):
+    with pytest.raises(BadMessage, match=told):
+        wire.decode(described(*line), ME, TOKEN)
+
+
+def decodes_or_is_refused(buffer: torch.Tensor) -> None:
+    try:
+        got = wire.decode(buffer, ME, TOKEN)
+    except BadMessage:
+        return
+    assert all(t.numel() * t.element_size() <= buffer.numel() for t in got.tensors)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(min_size=wire.HEADER.size, max_size=1024))
+def test_random_bytes_are_refused(content):
+    with pytest.raises(BadMessage, match="is not from this run"):
+        wire.decode(torch.frombuffer(bytearray(content), dtype=torch.uint8), ME, TOKEN)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    code=st.integers(-2, 14),
+    ndim=st.integers(-2, 10),
+    dims=st.lists(st.integers(-1, 5) | INT64, min_size=8, max_size=8),
+)
+@example(code=0, ndim=3, dims=[0, 1 << 62, 1 << 62, 0, 0, 0, 0, 0])
+def test_random_descriptions_of_tensors_never_crash(code, ndim, dims):
+    decodes_or_is_refused(described(code, ndim, *dims))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    kind=INT64 | st.integers(0, 12),
+    count=INT64 | st.integers(-1, 300),
+    role=INT64 | st.just(0),
+    index=INT64 | st.just(2),
+    rest=st.binary(max_size=900),
+)
+def test_random_headers_of_this_run_never_crash(kind, count, role, index, rest):
+    buffer = torch.zeros(1024, dtype=torch.uint8)
+    view = memoryview(buffer.numpy())
+    wire.HEADER.pack_into(view, 0, wire.MAGIC, kind, role, index, 0, 0, 0, 0, count, 0.0, TOKEN)
+    view[wire.HEADER.size : wire.HEADER.size + len(rest)] = rest
+    decodes_or_is_refused(buffer)
+
+
+def test_header_is_as_long_as_it_says():
+    assert wire.HEADER.size == 11 * 8
+    assert struct.calcsize(wire.LINE.format) == 10 * 8
