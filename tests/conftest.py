@@ -5,9 +5,9 @@ import sys
 import cloudpickle
 import pytest
 import torch
+import toys
 
 import distlab as dl
-import toys
 
 torch.set_num_threads(1)  # with two, the last bits of plain training differ
 

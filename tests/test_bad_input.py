@@ -4,8 +4,8 @@ import threading
 
 import pytest
 import torch
-from toys import countdown, regression
 from torch import nn
+from toys import countdown, regression
 
 import distlab as dl
 from distlab.clusters import local
@@ -51,7 +51,7 @@ def test_number_of_workers_is_a_positive_int(num_workers, error, told):
     [(-1, ValueError), (float("inf"), ValueError), (float("nan"), ValueError), ("1", TypeError)],
 )
 def test_padding_is_a_finite_time(compute_time_s, error):
-    with pytest.raises(error, match="compute_time_s must be a (finite )?number of seconds"):
+    with pytest.raises(error, match=r"compute_time_s must be a (finite )?number of seconds"):
         dl.LocalCluster(num_workers=1, compute_time_s=compute_time_s)
 
 

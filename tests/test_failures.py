@@ -206,7 +206,10 @@ def test_cluster_can_be_used_again_after_a_failure(two):
 
 def test_error_says_so_again_at_the_second_wait(two):
     live = dl.start(raising(lambda: Boom("!")), dl.AsyncPS(), two, num_updates=LONG)
-    assert failure(live) is pytest.raises(Boom, live.wait).value
+    first = failure(live)
+    with pytest.raises(Boom) as again:
+        live.wait()
+    assert again.value is first
 
 
 def test_failed_run_without_parameters_says_so(two):

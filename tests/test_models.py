@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from toys import Scalar, countdown, regression, train
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
+from toys import Scalar, countdown, regression, train
 
 import distlab as dl
 

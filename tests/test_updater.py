@@ -4,8 +4,8 @@ import threading
 
 import pytest
 import torch
-from toys import OPTIMIZERS, regression
 from torch import nn
+from toys import OPTIMIZERS, regression
 
 import distlab as dl
 from distlab.fabric import Peer

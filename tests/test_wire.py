@@ -60,7 +60,7 @@ def test_message_comes_back_as_it_was(sent, version, step, samples, loss, kind):
     buffer = packed(*sent, kind=kind, version=version, step=step, samples=samples, loss=loss)
     got = wire.decode(buffer, ME, TOKEN)
     assert (got.kind, got.version, got.step, got.samples) == (kind, version, step, samples)
-    assert got.loss == loss or math.isnan(got.loss) and math.isnan(loss)
+    assert got.loss == loss or (math.isnan(got.loss) and math.isnan(loss))
     assert got.num_bytes == wire.size(sent)
     assert [(t.dtype, t.shape) for t in got.tensors] == [(t.dtype, t.shape) for t in sent]
     assert all(mine.equal(theirs) for mine, theirs in zip(got.tensors, sent, strict=True))
