@@ -8,7 +8,7 @@ ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(BROWSER),$(filter Darwin,$(shell uname)))
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test demo lessons lint clean
+.PHONY: help lab test demo fuzz lessons lint clean
 
 help:  # no "##" here: the list is what it prints
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s%s\n", $$1, $$2}'
@@ -21,6 +21,9 @@ test: $(READY)  ## run the tests, e.g. make test ARGS="-k datasets -x"
 
 demo: $(READY)  ## train digits under every strategy on real processes: one table, one figure
 	$(RUN) -m distlab demo $(ARGS)
+
+fuzz: $(READY)  ## random simulated runs of every strategy, e.g. make fuzz ARGS=1000 (100 unless said)
+	DISTLAB_FUZZ=$(or $(ARGS),100) $(RUN) -m pytest tests/test_fuzz.py --timeout=0
 
 lessons: $(READY)  ## execute the lessons whose source changed (all: ARGS=--force)
 	$(RUN) lessons/build.py $(ARGS)

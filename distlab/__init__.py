@@ -11,7 +11,7 @@ A run is a task, a strategy and a cluster:
 from distlab import tasks, theory
 from distlab.check import PromiseBroken, check_strategy
 from distlab.clusters import Cluster, LocalCluster, SimulatedCluster
-from distlab.errors import BadMessage, DistlabError, NonFiniteLoss, PeerLost, ProcessLost, RemoteError
+from distlab.errors import BadMessage, Deadlock, DistlabError, NonFiniteLoss, PeerLost, ProcessLost, RemoteError
 from distlab.fabric import laws
 from distlab.fabric.network import Network
 from distlab.run import Run, compare, load_run
@@ -31,38 +31,39 @@ from distlab.train import LiveRun, start, train
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AllReduce",
+__all__ = [  # noqa: RUF022  # in the order in which the lessons meet them
+    "tasks",
+    "Task",
+    "accuracy",
+    "LocalCluster",
     "AsyncPS",
-    "BadMessage",
+    "SyncPS",
+    "AllReduce",
+    "InGraph",
+    "SingleWorker",
+    "WorkerApplies",
     "BroadcastGradients",
+    "train",
+    "start",
+    "Run",
+    "LiveRun",
+    "load_run",
+    "compare",
+    "Trace",
+    "Event",
+    "SimulatedCluster",
+    "Network",
+    "laws",
+    "theory",
+    "Strategy",
+    "check_strategy",
     "Cluster",
     "DistlabError",
-    "Event",
-    "InGraph",
-    "LiveRun",
-    "LocalCluster",
-    "Network",
     "NonFiniteLoss",
-    "PeerLost",
     "ProcessLost",
+    "PeerLost",
+    "BadMessage",
+    "Deadlock",
     "PromiseBroken",
     "RemoteError",
-    "Run",
-    "SimulatedCluster",
-    "SingleWorker",
-    "Strategy",
-    "SyncPS",
-    "Task",
-    "Trace",
-    "WorkerApplies",
-    "accuracy",
-    "check_strategy",
-    "compare",
-    "laws",
-    "load_run",
-    "start",
-    "tasks",
-    "theory",
-    "train",
 ]

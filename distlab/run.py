@@ -89,7 +89,8 @@ class Run:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that crossed a link, headers included, each message once."""
+        """Bytes of all messages with gradients, parameters or data, headers included, each message once. What a run
+        needs once (the first parameters, the word to stop) is left out."""
         return int(self.trace.rows["bytes"].sum())
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
+from torch import Tensor
 
 from distlab import trace
 from distlab.clusters.base import Cluster, Ending, Launched
@@ -49,10 +50,10 @@ class LiveRun:
     If the last reference to it goes, so do its processes.
     """
 
-    def __init__(self, task: Task, strategy: Strategy, cluster: Cluster, job: Job) -> None:
+    def __init__(self, task: Task, strategy: Strategy, cluster: Cluster, job: Job, paused: bool = False) -> None:
         self._task, self._strategy, self._cluster, self._job = task, strategy, cluster, job
         self._listener, self._began = Listener(), time.monotonic()
-        self.launched: Launched = cluster.launch(strategy, job, self._listener)
+        self.launched: Launched = cluster.launch(strategy, job, self._listener, paused=paused)
         self._lock, self._run = threading.Lock(), None  # type: tuple[Any, Run | None]
         weakref.finalize(self, self.launched.kill)
 
@@ -88,13 +89,30 @@ class LiveRun:
         """End it now, with what was measured lost but for the trace. All its processes are gone afterwards."""
         self.launched.kill()
 
+    def pause(self) -> None:
+        """Let nothing more happen for now (a simulated run only, as are `resume`, `step` and `params`)."""
+        self.launched.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause` or `step`."""
+        self.launched.resume()
+
+    def step(self, events: int = 1) -> float:
+        """Let so many events of the virtual clock happen, then pause; returns the virtual time in seconds."""
+        return self.launched.step(events)
+
+    def params(self) -> dict[str, Tensor]:
+        """What each process holds as parameters, by name, each (size,): a worker's own beside the server's."""
+        return self.launched.params()
+
     def wait(self, *, progress: bool = False) -> Run:
-        """Wait for the end, printing what the processes print.
+        """Wait for the end, printing what the processes print. A paused run goes on.
 
         Raises: what ended the run early: an exception of your own code on a worker as itself, with a note that
             names the worker; its attribute ``run`` holds what was measured.
             KeyboardInterrupt ends the run's processes first.
         """
+        self.launched.resume()
         with bar(self, progress) as advance:
             try:
                 while (ending := self.launched.wait(0.05)) is None:
@@ -160,6 +178,7 @@ def start(
     *,
     num_updates: int | None = None,
     num_samples: int | None = None,
+    paused: bool = False,
 ) -> LiveRun:
     """Start a run and return at once.
 
@@ -168,12 +187,13 @@ def start(
         num_updates: how many versions to make (collectives: common steps).
         num_samples: the other way to say how long: as many updates as it takes to use so many samples. Use
             it to compare strategies.
+        paused: let nothing happen before `LiveRun.step` or `LiveRun.resume` (simulated clusters only).
 
     Raises:
         TypeError, ValueError: bad input, before any process starts, with what was asked and what was got.
     """
     job = checked(task, strategy, cluster, num_updates, num_samples)
-    return LiveRun(task, strategy, cluster, job)
+    return LiveRun(task, strategy, cluster, job, paused)
 
 
 @options

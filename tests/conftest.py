@@ -8,6 +8,7 @@ import torch
 import toys
 
 import distlab as dl
+from distlab.clusters import local
 
 torch.set_num_threads(1)  # with two, the last bits of plain training differ
 
@@ -17,6 +18,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for name in {item.module.__name__ for item in session.items if hasattr(item, "module")}:
         cloudpickle.register_pickle_by_value(sys.modules[name])
     cloudpickle.register_pickle_by_value(toys)
+
+
+@pytest.fixture
+def no_process_starts(monkeypatch):
+    """Fails the test as soon as a process would start."""
+
+    def start(*args):
+        raise AssertionError("a process was about to start")
+
+    monkeypatch.setattr(local, "start", start)
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,13 @@
 """What goes wrong during a run reaches the caller, names who it was, and leaves no process."""
 
 import os
-import re
-import signal
 import time
 
 import pytest
 import torch
-from toys import Watched, countdown, regression, train, until
+from toys import countdown, failure, regression, spoiled, train
 
 import distlab as dl
-from distlab.data import Stream
 from distlab.errors import RemoteError, RemoteTraceback
 
 LONG = 10_000_000
@@ -28,14 +25,6 @@ class Awkward(Exception):
         super().__init__(f"{first} and {second}")
 
 
-def spoiled(value: float, **changes) -> dl.Task:
-    """Of two workers, number 1 meets `value` as a target at its step 3, and number 0 after thousands of steps."""
-    x = torch.linspace(-1, 1, 5 * 40_000, dtype=torch.float64).view(-1, 5)
-    y = x.sum(1, keepdim=True)
-    y[Stream((x,), batch_size=4, index=1, num_workers=2).indices(3)[0]] = value
-    return regression(train=(x, y), **changes)
-
-
 def raising(error):
     """A loss that raises `error()` at the spoiled target."""
 
@@ -45,15 +34,6 @@ def raising(error):
         return (outputs - targets).square().mean()
 
     return spoiled(5000.0, loss=loss)
-
-
-def failure(live: dl.LiveRun) -> BaseException:
-    """What `wait` raises; no process may be left by then."""
-    processes = Watched(live.launched.pids.values())
-    with pytest.raises(BaseException) as caught:  # noqa: PT011
-        live.wait()
-    assert processes.alive(within_s=0) == []
-    return caught.value
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
@@ -135,68 +115,6 @@ def test_exception_on_the_server_arrives(two):
     error = failure(dl.start(regression().but(optimizer=optimizer), dl.AsyncPS(), two, num_updates=5))
     assert str(error) == "no optimizer today"
     assert "raised on server 0" in error.__notes__[0]
-
-
-def test_process_that_leaves_by_itself_is_named(two):
-    def loss(outputs, targets):
-        if (targets > 1000).any():
-            os._exit(3)
-        return outputs.mean()
-
-    live = dl.start(spoiled(5000.0, loss=loss), dl.SyncPS(), two, num_updates=LONG)
-    pid = live.launched.pids["worker 1"]
-    error = failure(live)
-    assert isinstance(error, dl.ProcessLost)
-    assert re.fullmatch(rf"worker 1 \(pid {pid}\) was lost (at step [0-2]|before .*): exit code 3", str(error))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "who"),
-    [
-        (dl.AsyncPS(), "server 0"),
-        (dl.SyncPS(), "worker 0"),
-        (dl.AllReduce(), "worker 1"),
-        (dl.InGraph(), "replica 1"),
-        (dl.InGraph(), "client 0"),
-        (dl.SingleWorker(), "worker 0"),
-    ],
-    ids=str,
-)
-def test_killed_process_ends_the_run_and_is_named(three, strategy, who):
-    live = dl.start(countdown(), strategy, three, num_updates=LONG)
-    until(lambda: live.version > 0 and who in live.trace.who)
-    pid = live.launched.pids[who]
-    os.kill(pid, signal.SIGKILL)
-    error = failure(live)
-    assert isinstance(error, dl.ProcessLost)
-    assert str(error).startswith(f"{who} (pid {pid}) was lost at step ")
-    assert str(error).endswith(": killed by SIGKILL")
-    assert error.run.num_updates > 0
-
-
-def test_async_ps_goes_on_without_a_killed_worker(three):
-    live = dl.start(countdown(), dl.AsyncPS(locking="server"), three, num_updates=LONG)
-    until(lambda: "worker 2" in live.trace.who)
-    os.kill(live.launched.pids["worker 2"], signal.SIGKILL)
-    until(lambda: len(live.trace.select("death")) > 0)
-    before = live.version
-    until(lambda: live.version > before + 100)
-    live.stop()
-    run = live.wait()
-    assert run.trace.where("death").who == ["worker 2"]
-    assert run.params[0] == -run.version < -100
-
-
-def test_process_killed_before_its_first_step_is_named(two):
-    def model():
-        if os.getpid() != me:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.nn.Linear(5, 1).double()
-
-    me = os.getpid()
-    error = failure(dl.start(regression(model=model), dl.AllReduce(), two, num_updates=5))
-    assert str(error).endswith("was lost before it reported a step: killed by SIGKILL")
-    assert len(error.run.history) == 0
 
 
 def test_cluster_can_be_used_again_after_a_failure(two):

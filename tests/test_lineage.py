@@ -51,8 +51,8 @@ def test_a_descent_that_does_not_reach_version_0_is_refused(pairs):
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_counting_model_ends_at_the_number_of_survivors(workers):
-    with dl.LocalCluster(workers) as cluster:
-        run = dl.train(counting_task(), dl.WorkerApplies(), cluster, num_updates=60, progress=False)
+    cluster = dl.SimulatedCluster(workers)
+    run = dl.train(counting_task(), dl.WorkerApplies(), cluster, num_updates=60, progress=False)
     found = survivors(run.trace)
     assert found.stores == 60
     assert run.model.count.item() == found.surviving

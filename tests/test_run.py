@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from toys import regression, train
+from toys import regression, train, train_together
 
 import distlab as dl
 from distlab.errors import DistlabError
@@ -18,7 +18,7 @@ def task():
 
 @pytest.fixture(scope="module")
 def run(task, two):
-    return train(task, dl.AsyncPS(), two, 60)
+    return train_together(task, dl.AsyncPS(), two, 30)
 
 
 @pytest.fixture
@@ -29,10 +29,7 @@ def folder(run, tmp_path):
 def test_saved_run_comes_back_as_it_was(run, folder, task):
     back = dl.load_run(folder, task)
     assert repr(back) == repr(run)
-    assert (
-        np.array_equal(back.trace.rows, run.trace.rows, equal_nan=False)
-        or back.trace.rows.tobytes() == run.trace.rows.tobytes()
-    )
+    assert back.trace.rows.tobytes() == run.trace.rows.tobytes()
     assert back.history.equals(run.history)
     assert back.summary() == run.summary()
     assert (back.version, back.steps, back.startup_s) == (run.version, run.steps, run.startup_s)
@@ -59,7 +56,7 @@ def test_saved_folder_holds_no_pickle(folder):
 
 def test_loaded_run_without_its_task_has_tables_but_no_model(folder):
     back = dl.load_run(folder)
-    assert len(back.history) == 60
+    assert len(back.history) == back.version
     with pytest.raises(DistlabError, match=r"load it with load_run\(path, task=...\)"):
         back.model  # noqa: B018
 
@@ -90,11 +87,10 @@ def test_pickled_table_is_refused(folder):
 
 def test_history_has_a_row_per_update(run):
     history = run.history
-    assert history["update"].tolist() == list(range(1, 61))
+    assert history["update"].tolist() == list(range(1, run.version + 1))
     assert list(history.columns) == [
         "update", "time_s", "loss", "worker", "version_read", "staleness", "num_gradients",
     ]  # fmt: skip
-    assert history["time_s"].is_monotonic_increasing
     assert set(history["worker"]) == {0, 1}
 
 
@@ -107,13 +103,14 @@ def test_history_of_a_synchronous_run_names_no_single_worker(two):
 def test_summary_says_who_applied(run):
     summary = run.summary()
     assert summary["who_applied"] == "server 0"
-    assert (summary["strategy"], summary["updates"]) == ("AsyncPS()", 60)
+    assert (summary["strategy"], summary["updates"]) == ("AsyncPS()", run.version)
     assert summary["bytes_sent"] == run.trace.rows["bytes"].sum() > 0
 
 
 def test_summary_counts_the_workers_that_applied(two):
     assert train(regression(), dl.AllReduce(), two, 2).summary()["who_applied"] == "2 workers"
-    assert train(regression(), dl.BroadcastGradients(), two, 9).summary()["who_applied"] == "server 0 and 2 workers"
+    run = train_together(regression(), dl.BroadcastGradients(), two, 3)
+    assert run.summary()["who_applied"] == "server 0 and 2 workers"
 
 
 def test_trace_is_in_order_of_time(run):

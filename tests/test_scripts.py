@@ -107,15 +107,12 @@ def family(process: subprocess.Popen) -> set[int]:
 
 def hear(process: subprocess.Popen, *lines: str) -> list[str]:
     """Read what the script prints until it has said each of `lines`; returns all of it."""
-    heard: list[str] = []
-
-    def said_all() -> bool:
+    heard, missing = [], set(lines)
+    while missing:
         line = process.stdout.readline()
         assert line, process.stderr.read()
         heard.append(line.strip())
-        return set(lines) <= set(heard)
-
-    until(said_all)
+        missing.discard(heard[-1])
     return heard
 
 
@@ -123,9 +120,10 @@ def interrupt(process: subprocess.Popen, role: str) -> Watched:
     """When two processes of `role` compute, press Ctrl-C; returns the workers of that run."""
     hear(process, *(f"[{role} {i}] computing" for i in (0, 1)))
     group = {pid for pid in family(process) if os.getsid(pid) == pid and pid != process.pid}
-    os.killpg(process.pid, signal.SIGINT)
     assert len(group) >= 2
-    return Watched(group)
+    processes = Watched(group)
+    os.killpg(process.pid, signal.SIGINT)
+    return processes
 
 
 @pytest.fixture(scope="module")

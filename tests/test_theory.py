@@ -49,6 +49,7 @@ def test_delayed_descent_diverges_just_above_the_limit_and_not_below(staleness, 
 def test_largest_stable_lr_with_momentum_is_the_golden_value_and_the_limit(staleness, golden):
     limit = theory.largest_stable_lr(staleness, momentum=0.9)
     assert limit == near(golden)
+    assert theory.largest_stable_lr(staleness, momentum=0.9, curvature=4.0) == near(golden / 4)
     assert spectral_radius(0.999 * limit, staleness, 0.9) < 1 < spectral_radius(1.001 * limit, staleness, 0.9)
 
 
@@ -278,6 +279,14 @@ def test_all_reduce_is_the_golden_value(algorithm, golden):
     assert 1000 * theory.all_reduce_s(algorithm, 10_000_000, 16, **links) == near(golden, 3)
 
 
+@pytest.mark.parametrize(("algorithm", "by_hand"), [("ring", 102), ("recursive doubling", 101), ("tree", 202)])
+def test_two_ranks_all_reduce_a_hundred_bytes_at_one_a_second(algorithm, by_hand):
+    """Latency 1 s. The ring sends half a gradient twice; doubling sends a whole one once, the tree there and back."""
+    links = {"latency_s": 1.0, "bandwidth_bytes_per_s": 1.0}
+    assert theory.all_reduce_s(algorithm, 100, 2, **links) == by_hand
+    assert theory.all_reduce_s(algorithm, 100, 1, **links) == 0
+
+
 @pytest.mark.parametrize("buckets", [1, 2, 3, 7, 20, 60])
 @pytest.mark.parametrize("transfer", [0.5, 5.0])
 def test_overlapped_step_is_what_is_played_bucket_by_bucket(buckets, transfer):
@@ -297,16 +306,17 @@ def test_best_num_buckets_makes_the_step_shortest():
 
 
 def test_in_graph_training_stops_growing_at_the_knee():
-    knee = theory.in_graph_knee(compute_s=0.9, client_s=0.1)
+    knee = theory.in_graph_knee(compute_s=0.45, client_s=0.05)
     assert knee == pytest.approx(10)
-    rates = [theory.in_graph_replicas_per_s(p, compute_s=0.9, client_s=0.1) for p in (1, 5, 9, 10, 11, 100)]
-    assert rates == pytest.approx([1, 5, 9, 10, 10, 10])
+    rates = [theory.in_graph_replicas_per_s(p, compute_s=0.45, client_s=0.05) for p in (1, 5, 9, 10, 11, 100)]
+    assert rates == pytest.approx([2, 10, 18, 20, 20, 20])
 
 
 def test_between_graph_training_grows_with_servers():
-    ceiling = {"compute_s": 0.9, "dispatch_s": 0.1, "num_bytes": 1e6, "bandwidth_bytes_per_s": 1e7}
-    rates = [theory.between_graph_replicas_per_s(p, **ceiling, num_servers=s) for p, s in ((4, 1), (99, 1), (99, 4))]
+    net = {"compute_s": 0.45, "dispatch_s": 0.05, "num_bytes": 1e6, "bandwidth_bytes_per_s": 1e7}
+    rates = [theory.between_graph_replicas_per_s(p, **net, num_servers=s) for p, s in ((2, 1), (99, 1), (99, 4))]
     assert rates == pytest.approx([4, 5, 20])
+    assert theory.between_graph_replicas_per_s(99, **net) == pytest.approx(5)
 
 
 # Nonsense.
@@ -319,6 +329,7 @@ NONSENSE = [
     (lambda: theory.best_lr(-1), "staleness must be at least 0, got -1"),
     (lambda: theory.stationary_variance(0.1, staleness=2), "closed form for staleness 0 and 1 only, got 2"),
     (lambda: theory.stationary_variance(1.0, staleness=1), "diverges: lr must be below 1 at this"),
+    (lambda: theory.stationary_variance(2.0), "diverges: lr must be below 2 at this"),
     (lambda: theory.stationary_variance(0.1, noise_std=math.nan), "noise_std must be positive and finite, got nan"),
     (lambda: theory.implicit_momentum(0), "num_workers must be at least 1, got 0"),
     (lambda: theory.local_sgd_limit([1, 4], [1, 0, 2], lr=0.1, every=1), "3 minima of size 1 do not fit"),

@@ -5,11 +5,13 @@ import select
 import time
 from collections.abc import Callable, Iterable
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import distlab as dl
+from distlab.data import Stream
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.02),
@@ -69,6 +71,14 @@ def halving(**changes) -> dl.Task:
     return countdown(**parts | changes)
 
 
+def spoiled(value: float, **changes) -> dl.Task:
+    """Of two workers, number 1 meets `value` as a target at its step 3, and number 0 after thousands of steps."""
+    x = torch.linspace(-1, 1, 5 * 40_000, dtype=torch.float64).view(-1, 5)
+    y = x.sum(1, keepdim=True)
+    y[Stream((x,), batch_size=4, index=1, num_workers=2).indices(3)[0]] = value
+    return regression(train=(x, y), **changes)
+
+
 def train(task: dl.Task, strategy: dl.Strategy, cluster: dl.LocalCluster, num_updates: int) -> dl.Run:
     """`dl.train` without a progress bar."""
     return dl.train(task, strategy, cluster, num_updates=num_updates, progress=False)
@@ -91,6 +101,23 @@ def together(rows) -> range:
     """The versions between the one where the last worker came in and the one where the first left."""
     made = [rows[rows["worker"] == w]["version"] for w in set(rows["worker"].tolist())]
     return range(max(v.min() for v in made), min(v.max() for v in made) + 1)
+
+
+def refused(error: type[Exception], match: str, *, task=None, strategy=None, cluster=None, **options) -> None:
+    """`train` and `start` refuse alike."""
+    parts = task or countdown(), strategy or dl.AsyncPS(), cluster or dl.LocalCluster(num_workers=2)
+    for call in (dl.train, dl.start):
+        with pytest.raises(error, match=match):
+            call(*parts, **(options or {"num_updates": 5}))
+
+
+def failure(live: dl.LiveRun) -> BaseException:
+    """What `wait` raises; no process may be left by then."""
+    processes = Watched(live.launched.pids.values())
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        live.wait()
+    assert processes.alive(within_s=0) == []
+    return caught.value
 
 
 def keys(rows) -> list[tuple[int, int]]:

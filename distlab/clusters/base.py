@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from distlab.errors import DistlabError
 from distlab.fabric import Peer
 from distlab.options import Options
 from distlab.strategies.base import Job, Outcome, Strategy
+
+ONLY_SIMULATED = "only a simulated run can be paused, stepped and looked into: use a SimulatedCluster"
 
 
 class Sink(Protocol):
@@ -41,8 +44,23 @@ class Launched(ABC):
         """Ask for an early end after the update in progress; `wait` then returns an ordinary ending."""
 
     @abstractmethod
-    def kill(self) -> None:
+    def kill(self, why: str = "LiveRun.kill()") -> None:
         """End it now. All processes are gone when this returns. Harmless when it has ended."""
+
+    def pause(self) -> None:
+        """Let nothing more happen for now."""
+        raise DistlabError(ONLY_SIMULATED)
+
+    def resume(self) -> None:  # noqa: B027
+        """Go on after a pause; nothing to do for what is never paused."""
+
+    def step(self, events: int = 1) -> float:
+        """Let so many events happen, then pause; returns the time."""
+        raise DistlabError(ONLY_SIMULATED)
+
+    def params(self) -> dict[str, Tensor]:
+        """What each process holds as parameters at this moment, by name; copies."""
+        raise DistlabError(ONLY_SIMULATED)
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> Ending | None:
@@ -59,8 +77,8 @@ class Cluster(Options, ABC):
     num_workers: int
 
     @abstractmethod
-    def launch(self, strategy: Strategy, job: Job, sink: Sink) -> Launched:
-        """Start `strategy`'s processes on `job`; returns at once."""
+    def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> Launched:
+        """Start `strategy`'s processes on `job`; returns at once. A simulated run can begin paused."""
 
     def close(self) -> None:
         """End what is running. A closed cluster refuses new runs."""

@@ -27,8 +27,9 @@ import cloudpickle
 import numpy as np
 
 from distlab.clusters import process
-from distlab.clusters.base import Cluster, ClusterClosed, Ending, Launched, Sink
+from distlab.clusters.base import ONLY_SIMULATED, Cluster, ClusterClosed, Ending, Launched, Sink
 from distlab.clusters.process import Place
+from distlab.clusters.sources import with_source
 from distlab.errors import PeerLost, ProcessLost, RemoteError, RemoteTraceback
 from distlab.fabric import Peer
 from distlab.options import check_count, check_seconds
@@ -39,7 +40,7 @@ METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() and sys.plat
 CONTEXT: Any = mp.get_context(METHOD)
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "distlab.clusters.process", "distlab.strategies"]
 ROOT_CAUSE_S = 1.0  # how long a lost link waits for the news of what became of its other end
-LAST_WORDS_S = 0.2  # how long the others may take, after a failure, to hand over what they measured
+LAST_WORDS_S = 0.5  # how long the others may take, after a failure, to hand over what they measured
 LEAVE_S = 2.0  # how long a process may take to leave after its last word
 _starting = threading.Lock()
 
@@ -47,8 +48,8 @@ _starting = threading.Lock()
 class LocalCluster(Cluster):
     """`num_workers` real worker processes on this machine (and the servers or client that a strategy adds).
 
-    Reusable for many runs, one at a time; a context manager; closed at exit. Everything listens on loopback
-    only.
+    Reusable for many runs, one at a time: a new run ends the one before it, so that a notebook cell can be run again.
+    A context manager; closed at exit. Everything listens on loopback only.
 
     Args:
         num_workers: at least 1.
@@ -71,10 +72,14 @@ class LocalCluster(Cluster):
         padded = f", compute_time_s={self.compute_time_s:g}" if self.compute_time_s else ""
         return f"LocalCluster(num_workers={self.num_workers}{padded})" + (" (closed)" if self._closed else "")
 
-    def launch(self, strategy: Strategy, job: Job, sink: Sink) -> "Processes":
+    def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> "Processes":
+        if paused:
+            raise ValueError(ONLY_SIMULATED)
         if self._closed:
             raise ClusterClosed("this LocalCluster was closed: make a new one")
         payload = process.pack(strategy, job)
+        for older in list(self._runs):
+            older.kill("a newer run on the same cluster")
         run = Processes(payload, strategy, self, sink)
         self._runs.add(run)
         return run
@@ -119,16 +124,20 @@ class Processes(Launched):
     def __init__(self, payload: bytes, strategy: Strategy, cluster: LocalCluster, sink: Sink) -> None:
         self._strategy, self._sink = strategy, sink
         self._ending, self._failures = Ending(), list[tuple[Member, BaseException]]()
-        self._over = threading.Event()
+        self._over, self._killed = threading.Event(), ""
         self._folder = tempfile.TemporaryDirectory(prefix="distlab-")
         layout = strategy.layout(cluster.num_workers)
         store, token = os.path.join(self._folder.name, "store"), secrets.randbits(63)
         links = tuple(layout.links)
-        self._members = [
-            start(payload, Place(Peer(role, i), layout.counts, links, store, token, cluster.compute_time_s))
-            for role, count in layout.counts.items()
-            for i in range(count)
-        ]
+        peers = [Peer(role, i) for role, count in layout.counts.items() for i in range(count)]
+        self._members: list[Member] = []
+        try:
+            for me in peers:
+                place = Place(me, layout.counts, links, store, token, cluster.compute_time_s)
+                self._members.append(start(payload, place))
+        except BaseException:  # an interrupt, say: nobody would watch those that have started
+            self._end()
+            raise
         self._watcher = threading.Thread(target=self._watch, name="distlab-watch", daemon=True)
         self._watcher.start()
 
@@ -142,10 +151,10 @@ class Processes(Launched):
             with suppress(OSError):  # it may just have ended: the watcher knows
                 member.control.send_bytes(b"stop")
 
-    def kill(self) -> None:
+    def kill(self, why: str = "LiveRun.kill()") -> None:
+        self._killed = self._killed or why
         for member in self._members:
-            if member.process.is_alive():
-                os.kill(member.process.pid, signal.SIGKILL)
+            member.process.kill()
         self._over.wait()
 
     def wait(self, timeout_s: float | None = None) -> Ending | None:
@@ -156,11 +165,16 @@ class Processes(Launched):
             self._pump()
         except BaseException as error:
             self._ending.error = error
+        if self._ending.error is not None and self._killed:
+            self._ending.error.add_note(f"the run was ended by {self._killed}")
+        self._end()
+        self._over.set()
+
+    def _end(self) -> None:
         for member in self._members:
             member.process.kill()
             member.process.join()
         self._folder.cleanup()
-        self._over.set()
 
     def _pump(self) -> None:
         """Turn pipes and deaths into events, until every process has ended or one has failed."""
@@ -259,15 +273,15 @@ def _without_main(original: Any) -> Any:
     return data
 
 
-def rebuild(member: Member, packed: bytes | None, line: str, text: str) -> BaseException:
+def rebuild(member: Member, packed: bytes | None, line: str, text: str, step: int) -> BaseException:
     """A process's exception, as the caller will see it."""
     try:
         error = cloudpickle.loads(packed) if packed is not None else RemoteError(line)
     except Exception:
         error = RemoteError(line)
-    at = f" at step {member.step}" if member.step >= 0 else ""
+    at = f" at step {step}" if step >= 0 else ""
     error.add_note(f"raised on {member}{at}")
-    error.__cause__ = RemoteTraceback(text)
+    error.__cause__ = RemoteTraceback(with_source(text))
     return error
 
 

@@ -8,6 +8,7 @@ this process, at once.
 import io
 import os
 import pickle
+import shutil
 import sys
 import threading
 import traceback
@@ -51,14 +52,15 @@ class Control:
         with self._lock:
             self.pipe.send_bytes(kind[0].encode() + body)
 
-    def listen(self, fabric: TorchFabric) -> None:
-        """Obey the caller's commands until it is gone."""
+    def listen(self, fabric: TorchFabric, store: str) -> None:
+        """Obey the caller's commands until it is gone; then it has left its folder behind as well."""
         try:
             while self.pipe.recv_bytes() == b"stop":
                 fabric.stopping = True
                 fabric.wake()
         except (EOFError, OSError):
             pass
+        shutil.rmtree(os.path.dirname(store), ignore_errors=True)
         os._exit(0)
 
 
@@ -69,7 +71,7 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     control = Control(pipe)
     record = Recorder(*place.me, lambda rows: control.say("events", rows.tobytes()))
     fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s)
-    threading.Thread(target=control.listen, args=(fabric,), daemon=True).start()
+    threading.Thread(target=control.listen, args=(fabric, place.store), daemon=True).start()
     threading.Thread(target=flush_often, args=(record,), daemon=True).start()
     try:
         torch.set_num_threads(1)
@@ -78,7 +80,7 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
         control.say("result", to_bytes(outcome))
     except BaseException as error:
         record.flush()
-        control.say("failure", describe(error))
+        control.say("failure", (*describe(error), fabric.step))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

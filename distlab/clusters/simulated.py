@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from torch import Tensor
+
 from distlab.clusters.base import Cluster, Ending, Launched, Sink
 from distlab.errors import ProcessLost
 from distlab.fabric import Peer
@@ -31,6 +33,7 @@ class Measured(Protocol):
 
 GRADIENTS = ("real", "none")
 COMPUTES = ("worker", "replica")
+GIVE_UP_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -153,8 +156,8 @@ class SimulatedCluster(Cluster):
         other._settings = replace(self._settings, changes=(*self._settings.changes, change))
         return other
 
-    def launch(self, strategy: Strategy, job: Job, sink: Sink) -> "SimulatedRun":
-        return SimulatedRun(self, strategy, job, sink)
+    def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> "SimulatedRun":
+        return SimulatedRun(self, strategy, job, sink, paused)
 
     def laws(self, me: Peer) -> dict[str, Law]:
         """How long each kind of work takes on a process."""
@@ -210,13 +213,13 @@ def sentence(change: Change) -> str:
 class SimulatedRun(Launched):
     """A simulated run, in a thread of its own, which can be paused and stepped."""
 
-    def __init__(self, cluster: SimulatedCluster, strategy: Strategy, job: Job, sink: Sink) -> None:
+    def __init__(self, cluster: SimulatedCluster, strategy: Strategy, job: Job, sink: Sink, paused: bool) -> None:
         self._cluster, self._strategy, self._job, self._sink = cluster, strategy, job, sink
         self._ending, self._over = Ending(), threading.Event()
         self._turn = threading.Condition()
-        self._allowed: float = math.inf  # events that may still happen before the next pause
+        self._allowed: float = 0 if paused else math.inf  # events that may still happen before the next pause
         self._orders: list[Callable[[], None]] = []
-        self._killed = False
+        self._killed = ""  # by whom
         self.world: World | None = None
         self.events = 0  # that have happened
         self._thread = threading.Thread(target=self._run, name="distlab-simulation", daemon=True)
@@ -230,26 +233,27 @@ class SimulatedRun(Launched):
     def stop(self) -> None:
         self._order(self._stop)
 
-    def kill(self) -> None:
-        self._killed = True
+    def kill(self, why: str = "LiveRun.kill()") -> None:
+        self._killed = why
         self._order(lambda: None)
-        if threading.current_thread().name != "distlab-simulation":
-            self._over.wait()
+        if threading.current_thread() is not self._thread:
+            self._over.wait(GIVE_UP_S)  # user code that never comes back cannot be ended from outside
 
     def wait(self, timeout_s: float | None = None) -> Ending | None:
         return self._ending if self._over.wait(timeout_s) else None
 
     def pause(self) -> None:
-        """Let no further event happen."""
         self._allow(0)
 
     def resume(self) -> None:
-        """Go on."""
         self._allow(math.inf)
 
+    def params(self) -> dict[str, Tensor]:
+        nodes = self.world.nodes if self.world is not None else {}
+        return {str(me): node.flat.params.clone() for me, node in nodes.items() if node.flat is not None}
+
     def step(self, events: int = 1) -> float:
-        """Let so many events happen, then pause; returns the virtual time."""
-        self._allow(events)
+        self._allow(check_count("events", events))
         with self._turn:
             self._turn.wait_for(lambda: self._allowed <= 0 or self._over.is_set())
         return self.world.env.now if self.world else 0.0
@@ -293,8 +297,9 @@ class SimulatedRun(Launched):
             if not self._killed:
                 world.step()
                 self.events += 1
-        for node in world.nodes.values():
-            node.record.flush()
+        self._flush()
+        if self._killed:
+            raise ProcessLost(f"the run was ended at {world.env.now:.6g} s by {self._killed}")
         if world.failure is not None:
             me, error = world.failure
             error.add_note(f"raised on {me} at {world.env.now:.6g} s of virtual time")
@@ -302,6 +307,10 @@ class SimulatedRun(Launched):
 
     def _program(self, me: Peer, node: SimulatedFabric) -> None:
         self._ending.outcomes[me] = self._strategy.run(node, self._job)
+
+    def _flush(self) -> None:
+        for node in self.world.nodes.values() if self.world else ():
+            node.record.flush()
 
     def _kill(self, node: SimulatedFabric) -> None:
         if node.dead or not node.tasks:
@@ -316,6 +325,8 @@ class SimulatedRun(Launched):
     def _wait_for_turn(self) -> None:
         if self._allowed == math.inf and not self._orders:
             return
+        if self._allowed <= 0:
+            self._flush()
         with self._turn:
             self._turn.notify_all()
             self._turn.wait_for(lambda: self._allowed > 0 or self._orders)

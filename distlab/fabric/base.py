@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from distlab.flat import Flat
 from distlab.trace import Recorder
 
-T = TypeVar("T")
+ALWAYS = object()  # for `Fabric.timed`: to be done even where nothing is computed, because messages depend on it
 
 
 class Peer(NamedTuple):
@@ -127,12 +128,16 @@ class Fabric(ABC):
         counts: how many processes each role has.
         record: writes an event of this process into the trace.
         stopping: true once somebody asked the run to stop early.
+        step: the batch that this process is at, for whoever must name it; -1 before the first.
+        flat: the parameters that this process holds, for whoever looks into a paused run.
     """
 
     me: Peer
     counts: dict[str, int]
     record: Recorder
     stopping: bool = field(default=False, init=False)
+    step: int = field(default=-1, init=False)
+    flat: Flat | None = field(default=None, init=False)
 
     @abstractmethod
     def now(self) -> float:
@@ -166,4 +171,5 @@ class Fabric(ABC):
     def timed(self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None) -> Timed:
         """Do `function` and say when. The one door for user code and for work that takes time: a simulated world
         charges its law for `kind` ("compute", "load", "apply", "dispatch", "loss"), a real one measures; `share`
-        says which part of a whole gradient this is."""
+        says which part of a whole gradient this is. A world that computes nothing returns `idle`, unless that is
+        ALWAYS."""

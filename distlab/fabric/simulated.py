@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distlab.errors import Deadlock, PeerLost
 from distlab.fabric import wire
-from distlab.fabric.base import Fabric, Kind, Link, Message, Peer, Running, Timed
+from distlab.fabric.base import ALWAYS, Fabric, Kind, Link, Message, Peer, Running, Timed
 from distlab.fabric.laws import Law
 from distlab.fabric.network import Change, Nic, Traffic
 from distlab.randomness import Randomness
@@ -297,7 +297,8 @@ class SimulatedFabric(Fabric):
         start, seconds = self.now(), self._seconds(kind, share)
         if seconds:
             self.block(self.world.env.timeout(seconds), f"its own {kind}")
-        value = idle if self.world.hollow else self.randomness.around(function)  # at the end: what it changes, and
+        skip = self.world.hollow and idle is not ALWAYS
+        value = idle if skip else self.randomness.around(function)  # at the end: what it changes, and
         return Timed(value, start, self.now())  # what its caller says about that, then happen at one moment
 
     def _seconds(self, kind: str, share: float) -> float:

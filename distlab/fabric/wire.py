@@ -4,6 +4,7 @@ Header and payload travel together, so a push is one message. gloo believes what
 therefore every field is checked here before anything uses it.
 """
 
+import math
 import struct
 import time
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ def encode(buffer: Tensor, tensors: Sequence[Tensor], message: Message, sender: 
     start = aligned(HEADER.size + LINE.size * len(tensors))
     for i, tensor in enumerate(tensors):
         shape = tuple(tensor.shape)
+        if tensor.dtype not in DTYPES or len(shape) > 8 or len(tensors) > MAX_TENSORS:
+            raise BadMessage(f"a message cannot carry {len(tensors)} tensors, one of {tensor.dtype} and shape {shape}")
         line = (DTYPES.index(tensor.dtype), len(shape), *shape, *(0,) * (8 - len(shape)))
         LINE.pack_into(view, HEADER.size + i * LINE.size, *line)
         num_bytes = tensor.numel() * tensor.element_size()
@@ -78,10 +81,8 @@ def _tensor(buffer: Tensor, start: int, line: tuple[int, ...], sender: Peer) -> 
     if not (0 <= code < len(DTYPES) and 0 <= ndim <= 8 and all(d >= 0 for d in dims)):
         raise BadMessage(f"a message from {sender} describes a tensor of dtype {code} and {ndim} dimensions")
     shape, dtype = dims[:ndim], DTYPES[code]
-    numel = 1
-    for d in shape:
-        numel *= d
-    num_bytes = numel * dtype.itemsize
-    if start + num_bytes > buffer.numel():
+    extent = math.prod(max(d, 1) for d in shape)  # bounded too: strides overflow even where nothing is stored
+    num_bytes = 0 if 0 in shape else extent * dtype.itemsize
+    if extent > MAX_BYTES or start + num_bytes > buffer.numel():
         raise BadMessage(f"a message from {sender} announces a tensor {shape}, {num_bytes} bytes: more than was agreed")
     return buffer[start : start + num_bytes].view(dtype).view(shape), start + aligned(num_bytes)

@@ -28,7 +28,7 @@ class Server:
 
     def __init__(self, fabric: Fabric, task: Task, *, num_updates: int, locking: str = "server") -> None:
         self.fabric, self.task, self.num_updates, self.locking = fabric, task, num_updates, locking
-        self.flat = Flat(task.build())
+        self.flat = fabric.flat = Flat(task.build())
         self.updater = Updater(fabric, task, self.flat)
         self.waiting: dict[int, Gradient] = {}
         self.ready = False

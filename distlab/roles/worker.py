@@ -21,7 +21,6 @@ class Worker:
     Attributes:
         index: its number; 0 is the chief.
         model, flat: its copy of the model.
-        step: how many batches it has finished.
         ended: set when the run is over; `batches` then stops.
     """
 
@@ -29,10 +28,19 @@ class Worker:
         self.fabric, self.task, self.index = fabric, task, index
         self.model = task.build()
         self.model.train()
-        self.flat = Flat(self.model)
-        self.step, self.ended = 0, False
+        self.flat = fabric.flat = Flat(self.model)
+        self.ended = False
         self.stream = Stream(task.train, batch_size=batch_size, index=index, num_workers=num_workers, seed=task.seed)
         fabric.seed(task.seed * 1_000_003 + index)
+
+    @property
+    def step(self) -> int:
+        """How many batches it has finished: the number of the one it is at."""
+        return max(self.fabric.step, 0)
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self.fabric.step = number
 
     @property
     def is_chief(self) -> bool:
@@ -46,6 +54,7 @@ class Worker:
     def batches(self) -> Iterator[Any]:
         """This worker's batches, until the run is over."""
         while not self.ended:
+            self.fabric.step = self.step
             yield self.fabric.timed("load", lambda: self.stream.batch(self.step)).value
             self.step += 1
 

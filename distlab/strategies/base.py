@@ -142,7 +142,8 @@ class ParameterServerStrategy(Strategy):
         try:
             self.serve(server, port)
         except PeerLost:
-            if not (self.survives(port.link.peer) or server.over):
+            goes_on = self.survives(port.link.peer) and server.ready  # without the chief's parameters nothing can
+            if not (goes_on or server.over):
                 raise
 
     def _work(self, fabric: Fabric, job: Job) -> Outcome:

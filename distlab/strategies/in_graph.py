@@ -17,6 +17,7 @@ from torch import Tensor
 from distlab.data import Stream, pieces, size_of
 from distlab.errors import NonFiniteLoss
 from distlab.fabric import Fabric, Kind, Link, Message
+from distlab.fabric.base import ALWAYS
 from distlab.flat import local_state
 from distlab.roles.updater import Gradient, Updater
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
@@ -83,11 +84,11 @@ class Client:
 
     def next_batch(self) -> Any:
         """The whole batch of this step."""
-        return self.fabric.timed("load", lambda: self.worker.stream.batch(self.worker.step)).value
+        return self.fabric.timed("load", lambda: self.worker.stream.batch(self.worker.step), idle=ALWAYS).value
 
     def dispatch(self, batch: Any) -> list[int]:
         """Cut `batch`, send every replica parameters and its piece; returns the sizes of the pieces."""
-        done = self.fabric.timed("dispatch", lambda: pieces(pair(batch)[0], len(self.replicas)))
+        done = self.fabric.timed("dispatch", lambda: pieces(pair(batch)[0], len(self.replicas)), idle=ALWAYS)
         samples = size_of(batch)
         self.fabric.record("dispatch", done.start_s, done.end_s, step=self.worker.step, samples=samples)
         self.send_all(Kind.DATA, [[self.flat.params, *flatten(part)] for part in done.value])
@@ -120,7 +121,7 @@ class Client:
             loss = self.task.loss_of(gathered, batch)
             return loss.item(), torch.autograd.grad(loss, gathered)[0]
 
-        done = self.fabric.timed("loss", loss_and_gradient)
+        done = self.fabric.timed("loss", loss_and_gradient, idle=(0.0, torch.zeros_like(gathered)))
         value, gradient = done.value
         self.fabric.record("loss", done.start_s, done.end_s, step=self.worker.step, loss=value)
         if not math.isfinite(value):
@@ -154,7 +155,8 @@ class Replica:
         params, *inputs = message.tensors
         self.worker.flat.params.copy_(params)
         batch = (unflatten(self.like, inputs), None)
-        outputs = self._timed(message, lambda: self.worker.task.outputs(self.worker.model, batch), FORWARD)
+        idle = torch.zeros(len(inputs[0]), 1)
+        outputs = self._timed(message, lambda: self.worker.task.outputs(self.worker.model, batch), FORWARD, idle)
         if not isinstance(outputs, Tensor):
             kind = type(outputs).__name__
             raise TypeError(f"InGraph gathers outputs along dim 0: they must be one tensor, got {kind}")
@@ -174,8 +176,8 @@ class Replica:
         sent = self.link.send(kind, [values], version=asked.version, step=asked.step)
         self.fabric.record("send", start, self.fabric.now(), peer=self.link.peer, step=asked.step, num_bytes=sent)
 
-    def _timed(self, message: Message, function: Any, share: float) -> Any:
-        done, version = self.fabric.timed("compute", function, share), message.version
+    def _timed(self, message: Message, function: Any, share: float, idle: Any = None) -> Any:
+        done, version = self.fabric.timed("compute", function, share, idle), message.version
         whose: dict[str, Any] = {"worker": self.worker.index, "step": message.step, "read": version}
         self.fabric.record("compute", done.start_s, done.end_s, version=version, **whose)
         return done.value
