@@ -97,6 +97,7 @@ def replay(
         for line in lines:
             kept = [g for g in line.gradients if g[0] != without_worker]
             losses[line.version] = player.play(line.version, kept)
+        player.finish()
     return Replay(task, player.latest.clone(), losses, player.local)
 
 
@@ -128,6 +129,13 @@ class Player:
         for old in [v for v in self.versions if self.last_use.get(v, -1) <= version and v != version]:
             del self.versions[old]
         return loss
+
+    def finish(self) -> None:
+        """What the chief computed and nobody used still moved its buffers."""
+        chief = min(self.computes)
+        last = max(self.computes[chief], default=-1)
+        if self.rule != self._client and self._computer(chief).step <= last:
+            self._gradient(chief, last, self.computes[chief][last])
 
     @property
     def local(self) -> dict[str, Tensor]:
@@ -256,4 +264,7 @@ def last_uses(lines: list[Line], computes: dict[int, dict[int, int]]) -> dict[in
                 read = computes[worker].get(earlier, -1)
                 uses[read] = max(uses[read], line.version)
             done[worker] = step + 1
+    chief = min(computes, default=0)
+    for step in set(computes[chief]) - set(range(done[chief])):
+        uses[computes[chief][step]] = lines[-1].version + 1
     return uses

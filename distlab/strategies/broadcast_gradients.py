@@ -47,10 +47,8 @@ class BroadcastGradients(ParameterServerStrategy):
             worker.reply(params=False)
 
     def work(self, worker: Worker, server: ServerPort) -> None:
-        params = server.pull()
-        worker.flat.params.copy_(params.values)
-        updater = Updater(worker.fabric, worker.task, worker.flat)
-        updater.version = params.version
+        server.pull()  # the server is ready; but a late worker has to catch up from version 0, or its optimizer's
+        updater = Updater(worker.fabric, worker.task, worker.flat)  # state would not be that of the others
         for batch in worker.batches():
             gradient = worker.gradient(Params(worker.flat.params, updater.version), batch)
             server.send(Kind.PUSH, gradient.values, gradient)
