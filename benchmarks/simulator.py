@@ -1,6 +1,6 @@
 """How fast is the simulator? Updates per second of wall time, and memory, on one core.
 
-    python benchmarks/simulator.py
+python benchmarks/simulator.py
 """
 
 import resource

@@ -34,31 +34,40 @@ def undisturbed() -> Iterator[None]:
 
 
 class Randomness:
-    """The random numbers of one process: torch's always, numpy's and random's once user code was seen to use them.
+    """The random numbers of one process among several that share this one.
 
-    Reading and setting numpy's state costs more than a small gradient. So a process's first piece of user code runs
-    with all three swapped; if it left numpy and random as they were, they are not swapped again.
+    Reading and setting three states costs as much as a small gradient. So each kind of work is watched the first time:
+    what left numpy's and random's states alone runs without them from then on; what drew no number at all, and is no
+    gradient, without any.
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._seed, self._swaps = seed, True
+        self._seed = seed
         self._torch: Any = None
         self._others: Any = None
+        self._draws: dict[str, tuple[bool, bool]] = {}  # kind of work -> (from torch, from numpy or random)
 
-    def around(self, function: Callable[[], Any]) -> Any:
+    def around(self, kind: str, function: Callable[[], Any]) -> Any:
         """Call `function` with this process's random states, and keep what they became."""
         if self._torch is None:
             self._begin()
-        torch.set_rng_state(self._torch)
-        if self._swaps:
+        first = kind not in self._draws
+        torchs, others = self._draws.get(kind, (True, True))
+        if torchs:
+            torch.set_rng_state(self._torch)
+        if others:
             set_others(self._others)
         try:
             return function()
         finally:
-            self._torch = torch.get_rng_state()
-            if self._swaps:
-                after = get_others()
-                self._swaps, self._others = not same(after, self._others), after
+            before = self._torch, self._others
+            if torchs:
+                self._torch = torch.get_rng_state()
+            if others:
+                self._others = get_others()
+            if first:
+                drew = kind == "compute" or not self._torch.equal(before[0])
+                self._draws[kind] = (drew, not same(self._others, before[1]))
 
     def _begin(self) -> None:
         seed_all(self._seed)

@@ -33,6 +33,9 @@ KINDS = (
 )
 ROLES = ("worker", "server", "client", "replica")
 
+KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
+ROLE_CODES = {role: code for code, role in enumerate(ROLES)}
+
 EVENT = np.dtype(
     [
         ("kind", "u1"),
@@ -88,8 +91,9 @@ class Recorder:
     """A process's buffer of events; `sink` gets an array of them whenever it is flushed or full."""
 
     def __init__(self, role: str, index: int, sink: Callable[[np.ndarray], None], capacity: int = 4096) -> None:
-        self._me, self._sink = (ROLES.index(role), index), sink
-        self._rows, self._used, self._lock = np.zeros(capacity, EVENT), 0, threading.Lock()
+        self._me, self._sink, self._capacity = (ROLES.index(role), index), sink, capacity
+        self._rows: list[tuple[Any, ...]] = []
+        self._lock = threading.Lock()
 
     def __call__(
         self,
@@ -106,24 +110,22 @@ class Recorder:
         samples: int = 0,
         loss: float = float("nan"),
     ) -> None:
-        peer_role, peer_index = (ROLES.index(peer[0]), peer[1]) if peer else (-1, -1)
-        who = (KINDS.index(kind), *self._me, peer_role, peer_index)
-        row = (*who, worker, step, read, version, start_s, end_s, num_bytes, samples, loss)
+        role, index = self._me
+        peer_role, peer_index = (ROLE_CODES[peer[0]], peer[1]) if peer else (-1, -1)
+        who = (KIND_CODES[kind], role, index, peer_role, peer_index, worker)
+        row = (*who, step, read, version, start_s, end_s, num_bytes, samples, loss)
         with self._lock:
-            if self._used == len(self._rows):
-                self._flush()
-            self._rows[self._used] = row
-            self._used += 1
+            self._rows.append(row)
+            full = len(self._rows) >= self._capacity
+        if full:
+            self.flush()
 
     def flush(self) -> None:
         """Hand over what is there."""
         with self._lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._used:
-            self._sink(self._rows[: self._used].copy())
-            self._used = 0
+            rows, self._rows = self._rows, []
+            if rows:
+                self._sink(np.array(rows, EVENT))
 
 
 class Trace:

@@ -66,6 +66,8 @@ class Nic:
 
     def rate(self, now: float) -> float:
         """Bytes per second at this moment."""
+        if not self.changes:
+            return self.network.bandwidth_bytes_per_s
         slower = [c.factor for c in self.changes if c.kind == "throttle" and c.holds(now)]
         return self.network.bandwidth_bytes_per_s * math.prod(slower)
 

@@ -298,7 +298,7 @@ class SimulatedFabric(Fabric):
         if seconds:
             self.block(self.world.env.timeout(seconds), f"its own {kind}")
         skip = self.world.hollow and idle is not ALWAYS
-        value = idle if skip else self.randomness.around(function)  # at the end: what it changes, and
+        value = idle if skip else self.randomness.around(kind, function)  # at the end: what it changes, and
         return Timed(value, start, self.now())  # what its caller says about that, then happen at one moment
 
     def _seconds(self, kind: str, share: float) -> float:
@@ -309,6 +309,8 @@ class SimulatedFabric(Fabric):
         if share == 1.0 or left <= 1e-9:
             whole, left = law.sample(self.rng), 1.0
         self._unit = (whole, left - share)
+        if not self.changes:
+            return whole * share
         slower = [c.factor for c in self.changes if c.kind == "slow" and kind == "compute" and c.holds(self.now())]
         return whole * share * math.prod(slower)
 

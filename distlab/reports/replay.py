@@ -223,7 +223,7 @@ class Computer:
     def gradient(self, params: Tensor) -> tuple[Tensor, float]:
         """The next gradient (size + tail,) at `params`, and its loss."""
         self.flat.params.copy_(params)
-        loss = self.randomness.around(self._backward)
+        loss = self.randomness.around("compute", self._backward)
         self.step += 1
         return self.flat.message.clone(), loss
 
@@ -237,12 +237,12 @@ class Computer:
     def forward(self, params: Tensor, inputs: Any) -> Tensor:
         """A replica's outputs."""
         self.flat.params.copy_(params)
-        return self.randomness.around(lambda: self.task.outputs(self.model, (inputs, None)))
+        return self.randomness.around("compute", lambda: self.task.outputs(self.model, (inputs, None)))
 
     def backward(self, outputs: Tensor, gradient: Tensor) -> Tensor:
         """A replica's gradient (size,)."""
         self.flat.grads.zero_()
-        self.randomness.around(lambda: outputs.backward(gradient))
+        self.randomness.around("compute", lambda: outputs.backward(gradient))
         return self.flat.grads.clone()
 
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from distlab.data import Stream
 from distlab.errors import NonFiniteLoss
 from distlab.fabric import Fabric
@@ -67,16 +69,16 @@ class Worker:
         Raises:
             NonFiniteLoss: the loss is infinite or not a number.
         """
-        if params.values.data_ptr() != self.flat.params.data_ptr():
-            self.flat.params.copy_(params.values)
-        done = self.fabric.timed("compute", lambda: self._backward(batch), idle=0.0)
+        done = self.fabric.timed("compute", lambda: self._backward(params.values, batch), idle=0.0)
         gradient = Gradient(self.flat.grads, params.version, self.index, self.step, self.stream.batch_size, done.value)
         self.fabric.record("compute", done.start_s, done.end_s, version=params.version, **gradient.facts)
         if not math.isfinite(done.value):
             raise NonFiniteLoss(str(self.fabric.me), self.step, done.value)
         return gradient
 
-    def _backward(self, batch: Any) -> float:
+    def _backward(self, params: Tensor, batch: Any) -> float:
+        if params is not self.flat.params:
+            self.flat.params.copy_(params)
         self.flat.grads.zero_()
         loss = self.task.loss_of(self.task.outputs(self.model, batch), batch)
         loss.backward()
