@@ -4,6 +4,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -138,12 +139,15 @@ class Watched:
 
     def __init__(self, pids: Iterable[int]) -> None:
         self.pids = sorted(pids)
-        self._fds = [os.pidfd_open(pid) for pid in self.pids]
+        self._fds: dict[int, int] = {}
+        for pid in self.pids:
+            with suppress(ProcessLookupError):  # it has ended already
+                self._fds[pid] = os.pidfd_open(pid)
 
     def alive(self, within_s: float = DEADLINE_S) -> list[int]:
         """Those that have not ended after `within_s`; returns as soon as there are none."""
         deadline, left = time.monotonic() + within_s, []
-        for pid, fd in zip(self.pids, self._fds, strict=True):
+        for pid, fd in self._fds.items():
             ended, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
             left += [] if ended else [pid]
             os.close(fd)

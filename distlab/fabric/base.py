@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -124,6 +124,7 @@ class Fabric(ABC):
     """One process's view of a run.
 
     Attributes:
+        parallel: can two tasks of a process be inside `timed` at once?
         me: role and number.
         counts: how many processes each role has.
         record: writes an event of this process into the trace.
@@ -132,6 +133,7 @@ class Fabric(ABC):
         flat: the parameters that this process holds, for whoever looks into a paused run.
     """
 
+    parallel: ClassVar[bool] = True
     me: Peer
     counts: dict[str, int]
     record: Recorder

@@ -226,6 +226,8 @@ class SimulatedFabric(Fabric):
         seed: of the times it draws.
     """
 
+    parallel = False
+
     def __init__(
         self, world: World, me: Peer, counts: dict[str, int], record: Recorder, *, laws: dict[str, Law],
         changes: list[Change], seed: Sequence[int],

@@ -85,7 +85,9 @@ class Updater:
         self._lanes, self._begun = {-1: self._first}, False
 
     def lane(self, number: int) -> Lane:
-        """The lane of one thread; made on first use."""
+        """The lane of one thread; made on first use. Where threads take turns, one is enough."""
+        if not self._fabric.parallel:
+            return self._first
         if number not in self._lanes:
             self._lanes[number] = Lane(self._task, self.flat, self._first)
         return self._lanes[number]
