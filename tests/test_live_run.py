@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 from toys import Watched, countdown, regression, train, until
@@ -145,3 +146,30 @@ def test_prints_of_workers_arrive_labelled(two, capsys):
 def test_padding_makes_every_gradient_take_its_time(padded):
     computed = train(countdown(), dl.AsyncPS(), padded, 12).trace.select("compute")
     assert (computed["end_s"] - computed["start_s"]).min() >= 0.005
+
+
+def test_a_new_run_on_a_cluster_ends_the_one_before_it(two):
+    older = dl.start(countdown(), dl.AsyncPS(), two, num_updates=LONG)
+    until(lambda: older.version > 0)
+    newer = dl.start(countdown(), dl.AsyncPS(), two, num_updates=5)
+    assert newer.wait().version == 5
+    with pytest.raises(dl.ProcessLost) as ended:
+        older.wait()
+    assert "the run was ended by a newer run on the same cluster" in ended.value.__notes__
+    assert ended.value.run.num_updates > 0
+
+
+def test_a_simulated_run_can_be_killed():
+    live = dl.start(countdown(), dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=LONG)
+    until(lambda: live.version > 0)
+    live.kill()
+    with pytest.raises(dl.ProcessLost, match=r"the run was ended at .* s by LiveRun.kill\(\)"):
+        live.wait()
+
+
+def test_a_run_leaves_no_folder_behind(two):
+    live = dl.start(countdown(), dl.AsyncPS(), two, num_updates=5)
+    folder = Path(live.launched._folder.name)
+    assert folder.exists()
+    live.wait()
+    assert not folder.exists()
