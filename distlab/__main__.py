@@ -1,10 +1,12 @@
 """The command line, with the words of the Python interface: ``python -m distlab train --help``."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+from matplotlib.figure import Figure
 
 import distlab as dl
 from distlab import plots
@@ -52,7 +54,32 @@ def common(function: Any) -> Any:
     return function
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """Commands whose users' mistakes are one line, not a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, TypeError, OSError, dl.DistlabError) as error:
+            raise click.ClickException(str(error)) from error
+
+
+def drawable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """`path`, if a picture can be written there: known before the training, not after it."""
+    known = Figure().canvas.get_supported_filetypes()
+    if path is not None and path.suffix.removeprefix(".") not in known:
+        raise click.BadParameter(f"{path}: a figure's name ends in one of {', '.join(known)}")
+    return writable(ctx, param, path)
+
+
+def writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """`path`, if its folder is there and can be written to."""
+    if path is not None and not os.access(path.resolve().parent, os.W_OK):
+        raise click.BadParameter(f"{path.resolve().parent} is not there, or cannot be written to")
+    return path
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(dl.__version__, prog_name="distlab")
 def main() -> None:
     """See how distributed training works, on real processes of this machine.
@@ -67,7 +94,7 @@ def main() -> None:
 @common
 @click.option("--strategy", default="async-ps", show_default=True, type=Choice(STRATEGIES), help="How to train.")
 @click.option("--num-updates", default=400, show_default=True, help="Versions to make.")
-@click.option("--save", type=click.Path(path_type=Path), help="Folder to write the run to.")
+@click.option("--save", type=click.Path(path_type=Path), callback=writable, help="Folder to write the run to.")
 def train(
     task: str,
     num_workers: int,
@@ -93,7 +120,9 @@ def train(
 @common
 @click.option("--strategies", default=",".join(FAMILY), help="Which, separated by commas.", show_default=True)
 @click.option("--num-samples", default=38_400, show_default=True, help="Samples that each strategy trains on.")
-@click.option("--figure", type=click.Path(path_type=Path), help="File to draw loss and timelines to.")
+@click.option(
+    "--figure", type=click.Path(path_type=Path), callback=drawable, help="File to draw loss and timelines to."
+)
 def compare(
     task: str,
     num_workers: int,

@@ -253,6 +253,7 @@ def check_strategy(strategy: Strategy, *, num_cases: int = 30, seed: int = 0) ->
     Returns: one sentence.
     """
     check_count("num_cases", num_cases)
+    check_count("seed", seed, least=0)
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be a Strategy, got {strategy!r}")
     for number in range(seed, seed + num_cases):

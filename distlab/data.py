@@ -65,6 +65,9 @@ def permutation(length: int, seed: int, epoch: int) -> Tensor:
 def length_of(data: Any) -> int:
     """How many samples `data` holds; TypeError or ValueError that says what is wrong with it."""
     parts = tensors_of(data)
+    if isinstance(data, (tuple, str)) and parts is None:
+        kinds = ", ".join(type(part).__name__ for part in data) if isinstance(data, tuple) else "a string"
+        raise TypeError(f"data must be a tuple of tensors, got {kinds}: torch.as_tensor makes tensors of arrays")
     if parts is None:
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise TypeError(

@@ -122,7 +122,7 @@ class Run:
     def model(self) -> nn.Module:
         """A module with the final parameters and the chief's buffers; a new one on each call, in eval mode."""
         if self.params is None:
-            raise DistlabError("this run ended before it had parameters")
+            raise DistlabError("this run ended before its processes could hand over parameters; replay() may make them")
         return model_of(self._task(), self.params, dict(self.local)).eval()
 
     def evaluate(self, samples: Any = None) -> dict[str, float]:
@@ -206,6 +206,8 @@ def load_run(path: str | Path, task: Task | None = None) -> Run:
     """
     from safetensors.torch import load_file
 
+    if task is not None and not isinstance(task, Task):
+        raise TypeError(f"task must be a Task, got {task!r}")
     folder = Path(path)
     words = json.loads((folder / "run.json").read_text())
     if not isinstance(words, dict) or words.pop("format", None) != FORMAT or set(words) != set(WORDS):

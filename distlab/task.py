@@ -17,6 +17,7 @@ An existing PyTorch loop becomes one by giving its parts a name:
 The model is a *factory*, not a module: every process builds its own.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,8 @@ class Task(Options):
         train: tensors of equal length, ``(inputs, targets)`` or a dict of them, or a map-style dataset.
         loss: (outputs, targets) -> scalar tensor, a mean over the batch. For a batch that is not a pair,
             (outputs, batch).
-        optimizer: (parameters) -> torch.optim.Optimizer. It lives with whoever applies the update.
+        optimizer: (parameters) -> torch.optim.Optimizer. It lives with whoever applies the update. A parameter that a
+            step does not use has a gradient of zero there, not None: weight decay and momentum still move it.
         batch_size: samples per worker and step.
         seed: of the model's initial values, the order of the data and each worker's random numbers.
         forward: (model, inputs) -> outputs; by default ``model(inputs)``, or ``model(**inputs)`` for a dict.
@@ -133,7 +135,8 @@ class Task(Options):
     def check(self) -> None:
         """One forward pass here, so that what is wrong is said before any process starts."""
         check_count("batch_size", self.batch_size)
-        check_count("seed", self.seed, least=0)
+        if check_count("seed", self.seed, least=0) >= 1 << 40:
+            raise ValueError(f"seed must be below 2 ** 40, got {self.seed}")
         for name in ("model", "loss", "optimizer"):
             if not callable(getattr(self, name)) or (isinstance(getattr(self, name), nn.Module) and name == "model"):
                 raise TypeError(_factory_message(name, getattr(self, name)))
@@ -148,8 +151,29 @@ class Task(Options):
         params = [p for _, p in trainable(model)]
         with torch.random.fork_rng(devices=[]):
             self._check_step(model)
-        if not isinstance(self.optimizer(params), torch.optim.Optimizer):
+        self._check_optimizer(params)
+        self._check_judges()
+
+    def _check_optimizer(self, params: list[nn.Parameter]) -> None:
+        made = self.optimizer(params)
+        if not isinstance(made, torch.optim.Optimizer):
             raise TypeError("the optimizer factory must return a torch.optim.Optimizer")
+        theirs = {id(p) for group in made.param_groups for p in group["params"]}
+        if not theirs <= {id(p) for p in params}:
+            raise ValueError("the optimizer has other parameters than those its factory was given")
+        closure = inspect.signature(made.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"{type(made).__name__} needs a closure for each step: whoever applies has only the gradient"
+            )
+
+    def _check_judges(self) -> None:
+        if not isinstance(self.metrics, Mapping) or not all(callable(metric) for metric in self.metrics.values()):
+            raise TypeError(f"metrics must be a dict of functions by name, got {self.metrics!r}")
+        if "loss" in self.metrics:
+            raise ValueError("a metric cannot be called 'loss': evaluate() returns the task's own under that name")
+        if self.validation is not None and data.length_of(self.validation) == 0:
+            raise ValueError("the validation data is empty")
 
     def _check_step(self, model: nn.Module) -> None:
         batch = data.Stream(self.train, batch_size=self.batch_size, seed=self.seed).batch(0)
@@ -157,6 +181,8 @@ class Task(Options):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be a scalar tensor (a mean over the batch), got {got}")
+        if not loss.requires_grad or loss.is_complex():
+            raise ValueError("the loss must be a real number with a gradient: it does not depend on the parameters")
         if self.lr_schedule is not None and not math.isfinite(float(self.lr_schedule(0))):
             raise ValueError(f"lr_schedule(0) must be a finite factor, got {self.lr_schedule(0)}")
 

@@ -55,7 +55,7 @@ class LiveRun:
         self._listener, self._began = Listener(), time.monotonic()
         self.launched: Launched = cluster.launch(strategy, job, self._listener, paused=paused)
         self._lock, self._run = threading.Lock(), None  # type: tuple[Any, Run | None]
-        weakref.finalize(self, self.launched.kill)
+        self._ender = weakref.finalize(self, self.launched.kill)
 
     def __repr__(self) -> str:
         state = "running" if self.launched.wait(0) is None else "ended"
@@ -82,7 +82,11 @@ class LiveRun:
         return trace.gather(list(self._listener.parts))
 
     def stop(self) -> None:
-        """Ask for an early end; `wait` then returns the run as far as it came."""
+        """Ask for an early end; `wait` then returns the run as far as it came.
+
+        It ends with the update in progress. Where there is none (your code never comes back, a strategy never
+        answers), it does not: use `kill`.
+        """
         self.launched.stop()
 
     def kill(self) -> None:
@@ -130,6 +134,7 @@ class LiveRun:
             print(self._listener.lines.get(), flush=True)
 
     def _finish(self, ending: Ending) -> Run:
+        self._ender.detach()  # or it would hold the error, whose traceback holds this run
         with self._lock:
             if self._run is None:
                 self._run = self._result(ending)
@@ -141,12 +146,20 @@ class LiveRun:
     def _result(self, ending: Ending) -> Run:
         events = self._listener.parts
         first = min((float(part["start_s"].min()) for part in events), default=self._began)
-        error = "" if ending.error is None else f"{type(ending.error).__name__}: {ending.error}"
+        error = "" if ending.error is None else one_line(ending.error)
         counts = self._strategy.layout(self._cluster.num_workers).counts
         said: dict[str, Any] = {"num_workers": counts.get("worker") or counts.get("replica", 1)}
         said |= {"trace": trace.gather(events), "startup_s": first - self._began, "error": error}
         names = repr(self._strategy), repr(self._cluster)
         return run_from(*names, self._task, self._strategy.final, ending.outcomes, **said)
+
+
+def one_line(error: BaseException) -> str:
+    """Type and text of an exception, even if its own text cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
 
 
 class bar:

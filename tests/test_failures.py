@@ -132,5 +132,5 @@ def test_error_says_so_again_at_the_second_wait(two):
 
 def test_failed_run_without_parameters_says_so(two):
     run = failure(dl.start(spoiled(float("nan")), dl.SyncPS(), two, num_updates=LONG)).run
-    with pytest.raises(dl.DistlabError, match="this run ended before it had parameters"):
+    with pytest.raises(dl.DistlabError, match="ended before its processes could hand over parameters"):
         run.model  # noqa: B018

@@ -6,6 +6,7 @@ watches, in one thread, and can always be interrupted.
 """
 
 import atexit
+import codecs
 import multiprocessing as mp
 import os
 import pickle
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver, spawn
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -41,6 +42,7 @@ CONTEXT: Any = mp.get_context(METHOD)
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "distlab.clusters.process", "distlab.strategies"]
 ROOT_CAUSE_S = 1.0  # how long a lost link waits for the news of what became of its other end
 LAST_WORDS_S = 0.5  # how long the others may take, after a failure, to hand over what they measured
+LONGEST_S = 1e6  # no operating system sleeps for much longer
 LEAVE_S = 2.0  # how long a process may take to leave after its last word
 _starting = threading.Lock()
 
@@ -63,6 +65,8 @@ class LocalCluster(Cluster):
     def __init__(self, num_workers: int, *, compute_time_s: float = 0.0) -> None:
         self.num_workers = check_count("num_workers", num_workers)
         self.compute_time_s = check_seconds("compute_time_s", compute_time_s)
+        if compute_time_s > LONGEST_S:
+            raise ValueError(f"compute_time_s must be at most {LONGEST_S:g} s, got {compute_time_s:g}")
         self._runs: weakref.WeakSet[Processes] = weakref.WeakSet()
         self._closed = False
         warm()
@@ -112,7 +116,8 @@ class Member:
     out: Connection
     said: str = ""  # "r" once its result is here, "f" once its failure is
     step: int = -1
-    line: str = ""  # printed, but not yet ended
+    line: list[str] = field(default_factory=list)  # printed, but not yet ended
+    decode: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace").decode)
 
     def __str__(self) -> str:
         return f"{self.me} (pid {self.process.pid})"
@@ -125,6 +130,7 @@ class Processes(Launched):
         self._strategy, self._sink = strategy, sink
         self._ending, self._failures = Ending(), list[tuple[Member, BaseException]]()
         self._over, self._killed = threading.Event(), ""
+        self._missed: list[BaseException] = []  # deaths that the strategy survives
         self._folder = tempfile.TemporaryDirectory(prefix="distlab-")
         layout = strategy.layout(cluster.num_workers)
         store, token = os.path.join(self._folder.name, "store"), secrets.randbits(63)
@@ -166,7 +172,7 @@ class Processes(Launched):
         except BaseException as error:
             self._ending.error = error
         if self._ending.error is not None and self._killed:
-            self._ending.error.add_note(f"the run was ended by {self._killed}")
+            self._ending.error = ProcessLost(f"the run was ended by {self._killed}")
         self._end()
         self._over.set()
 
@@ -174,6 +180,8 @@ class Processes(Launched):
         for member in self._members:
             member.process.kill()
             member.process.join()
+            member.control.close()
+            member.out.close()
         self._folder.cleanup()
 
     def _pump(self) -> None:
@@ -204,7 +212,7 @@ class Processes(Launched):
 
     def _cause(self) -> BaseException:
         known = [error for _, error in self._failures if not isinstance(error, PeerLost)]
-        return known[0] if known else self._failures[0][1]
+        return [*known, *self._missed[::-1], self._failures[0][1]][0]
 
     def _drain(self, open_ends: dict[Any, tuple[Member, bool]]) -> None:
         """Keep what was measured before the failure: events that still lie in the pipes."""
@@ -238,10 +246,17 @@ class Processes(Launched):
             data = os.read(member.out.fileno(), 1 << 16)
         except OSError:
             data = b""
-        *lines, member.line = (member.line + data.decode(errors="replace")).split("\n")
-        for line in lines if data else [*lines, *filter(None, [member.line])]:
-            self._sink.output(member.me, line)
+        for part in member.decode(data, not data).splitlines(keepends=True):
+            member.line.append(part)
+            if part.endswith("\n"):
+                self._say(member)
+        if not data and member.line:
+            self._say(member)
         return bool(data)
+
+    def _say(self, member: Member) -> None:
+        self._sink.output(member.me, "".join(member.line).removesuffix("\n"))
+        member.line.clear()
 
     def _bury(self, member: Member) -> None:
         member.process.join(LEAVE_S)
@@ -249,6 +264,7 @@ class Processes(Launched):
             return
         if self._strategy.survives(member.me):
             self._sink.events(death(member))
+            self._missed.append(lost(member))
         else:
             self._failures.append((member, lost(member)))
 
@@ -279,6 +295,8 @@ def rebuild(member: Member, packed: bytes | None, line: str, text: str, step: in
         error = cloudpickle.loads(packed) if packed is not None else RemoteError(line)
     except Exception:
         error = RemoteError(line)
+    if not isinstance(error, Exception):  # SystemExit on a worker must not end the caller
+        error = RemoteError(line)
     at = f" at step {step}" if step >= 0 else ""
     error.add_note(f"raised on {member}{at}")
     error.__cause__ = RemoteTraceback(with_source(text))
@@ -298,5 +316,5 @@ def lost(member: Member) -> ProcessLost:
     """The error for a process that ended without a word."""
     code = member.process.exitcode
     how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-    at = f"at step {member.step}" if member.step >= 0 else "before it reported a step"
+    at = f"at step {member.step} (the last it reported)" if member.step >= 0 else "before it reported a step"
     return ProcessLost(f"{member} was lost {at}: {how}")

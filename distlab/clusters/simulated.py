@@ -15,10 +15,10 @@ from torch import Tensor
 from distlab.clusters.base import Cluster, Ending, Launched, Sink
 from distlab.errors import ProcessLost
 from distlab.fabric import Peer
-from distlab.fabric.laws import Empirical, Gamma, Law, law
+from distlab.fabric.laws import Empirical, Gamma, Law, law, positive_number
 from distlab.fabric.network import Change, Network, Nic
 from distlab.fabric.simulated import SimulatedFabric, World
-from distlab.options import check_count, nearest
+from distlab.options import check_count, nearest, options
 from distlab.randomness import undisturbed
 from distlab.strategies.base import Job, Strategy
 from distlab.trace import Recorder, Trace
@@ -125,6 +125,7 @@ class SimulatedCluster(Cluster):
         other._settings = replace(other._settings, load=Empirical(times.load_s))
         return other
 
+    @options
     def slow(self, *, worker: int, factor: float, from_s: float = 0.0, to_s: float = math.inf) -> "SimulatedCluster":
         """Computing takes this worker `factor` times as long, from and to a moment, or for good."""
         return self.changed(Change("slow", worker, from_s, to_s, factor))
@@ -135,10 +136,12 @@ class SimulatedCluster(Cluster):
         """This worker's NIC has `factor` (below 1) of its bandwidth."""
         return self.changed(Change("throttle", worker, from_s, to_s, factor))
 
+    @options
     def partition(self, *, worker: int, from_s: float = 0.0, to_s: float = math.inf) -> "SimulatedCluster":
         """No message leaves or reaches this worker; those that are sent meanwhile wait."""
         return self.changed(Change("partition", worker, from_s, to_s))
 
+    @options
     def kill(self, *, worker: int, at_s: float) -> "SimulatedCluster":
         """This worker's process ends, without a word."""
         return self.changed(Change("kill", worker, at_s))
@@ -148,9 +151,11 @@ class SimulatedCluster(Cluster):
         check_count("worker", change.worker, least=0)
         if change.worker >= self.num_workers:
             raise ValueError(f"there is no worker {change.worker}: this cluster has 0 to {self.num_workers - 1}")
+        for name, seconds in (("from_s or at_s", change.from_s), ("to_s", change.to_s)):
+            positive_number(name, seconds)
         if not 0 <= change.from_s < math.inf or not change.to_s > change.from_s:
             raise ValueError(f"a scenario goes from 0 s or later to a later time, got {change.from_s} to {change.to_s}")
-        if not 0 < change.factor < math.inf:
+        if not 0 < positive_number("factor", change.factor) < math.inf:
             raise ValueError(f"factor must be positive and finite, got {change.factor}")
         other = SimulatedCluster(self.num_workers)
         other._settings = replace(self._settings, changes=(*self._settings.changes, change))

@@ -82,6 +82,9 @@ def ledger(trace: Trace) -> Ledger:
     fates, problems = outcomes(trace)
     missing = sorted(set(fates) - set(computed))
     problems += [f"worker {w}'s gradient of step {s} was {fates[w, s][0]}, but never computed" for w, s in missing]
+    latest = dict(sorted(computed.keys()))  # in order, so that each worker's last step is the one that stays
+    vanished = sorted((w, s) for w, s in set(computed) - set(fates) if s < latest[w])
+    problems += [f"worker {w}'s gradient of step {s} vanished: it was neither used nor refused" for w, s in vanished]
     entries = []
     for (worker, step), samples in sorted(computed.items()):
         fate, version, said = fates.get((worker, step), ("lost" if worker in dead else "unused", -1, samples))

@@ -88,6 +88,8 @@ def replay(
     lines = tape(trace)
     if not lines:
         raise ValueError("this trace holds no update: there is nothing to replay")
+    if lr is not None and not 0 < lr < float("inf"):
+        raise ValueError(f"lr must be positive and finite, got {lr}")
     authors = {worker for line in lines for worker, _, _ in line.gradients}
     if without_worker is not None and without_worker not in authors:
         raise ValueError(f"without_worker={without_worker!r}: this tape has gradients of workers {sorted(authors)}")

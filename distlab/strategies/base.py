@@ -164,6 +164,8 @@ def model_of(task: Task, params: Tensor, local: dict[str, Tensor]) -> nn.Module:
     """A model of `task` with these parameters and buffers, on memory of its own."""
     model = task.build()
     flat = Flat(model)
+    if flat.params.shape != params.shape:
+        raise ValueError(f"these are parameters of another model: {len(params)} numbers, this task has {flat.size}")
     flat.params.copy_(params)
     model.load_state_dict(local, strict=False)
     return model
