@@ -10,7 +10,7 @@ from toys import regression
 import distlab as dl
 from distlab.fabric.base import Kind, Peer
 from distlab.fabric.network import IDEAL
-from distlab.fabric.simulated import SimulatedFabric, World
+from distlab.fabric.simulated import SimulatedFabric, SimulatedLink, World
 from distlab.trace import Recorder
 
 STRATEGIES = [
@@ -164,7 +164,8 @@ def linked():
     return world, world.nodes[Peer("server", 0)], world.nodes[Peer("worker", 0)]
 
 
-def test_a_killed_receive_does_not_swallow_the_next_message():
+def received_after_a_killed_receive():
+    """Two tasks of the server receive on one link; the first is killed before the message comes."""
     world, server, worker = linked()
     got = []
     doomed = server.spawn(lambda: got.append(("doomed", server.link("worker", 0).recv().step)))
@@ -173,7 +174,29 @@ def test_a_killed_receive_does_not_swallow_the_next_message():
     world.at(0.3, lambda: worker.spawn(lambda: worker.link("server", 0).send(Kind.PULL, step=42)))
     while world.running or world.env.now < 0.3:
         world.step()
-    assert got == [("second", 42)]
+    return got
+
+
+def test_a_killed_receive_does_not_swallow_the_next_message():
+    assert received_after_a_killed_receive() == [("second", 42)]
+
+
+def test_a_link_that_hands_a_message_to_a_killed_receive_is_caught(monkeypatch):
+    recv = SimulatedLink.recv
+
+    def remembering(self):
+        self.handed = [*getattr(self, "handed", []), self.node.world.current]
+        return recv(self)
+
+    def swallowing(self, message):
+        if getattr(self, "handed", [None])[0] in self.node.tasks:
+            self.inbox.append(message)
+            self.wake()  # else: the first who asked is gone, and the message with it
+
+    monkeypatch.setattr(SimulatedLink, "recv", remembering)
+    monkeypatch.setattr(SimulatedLink, "deliver", swallowing)
+    with pytest.raises(dl.Deadlock, match="server 0 waits for a message from worker 0"):
+        received_after_a_killed_receive()
 
 
 def test_a_message_is_a_copy_as_soon_as_it_is_posted():
