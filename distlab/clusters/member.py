@@ -1,0 +1,107 @@
+"""A member of a real run: one process as its caller sees it, from the start of it to the news of its end.
+
+It comes from a fork server that has torch loaded. The caller's script is not imported there, so a script needs no
+guard, and what a notebook cell defines travels by value.
+"""
+
+import codecs
+import multiprocessing as mp
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from multiprocessing import forkserver, spawn
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest.mock import patch
+
+import cloudpickle
+import numpy as np
+
+from distlab.clusters import process
+from distlab.clusters.process import Place
+from distlab.clusters.sources import with_source
+from distlab.errors import ProcessLost, RemoteError, RemoteTraceback
+from distlab.fabric import Peer
+from distlab.trace import Recorder
+
+METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() and sys.platform != "darwin" else "spawn"
+CONTEXT: Any = mp.get_context(METHOD)
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "distlab.clusters.process", "distlab.strategies"]
+_starting = threading.Lock()
+
+
+def warm() -> None:
+    """Start the fork server, if it is not there; it loads torch while the caller goes on."""
+    if METHOD == "forkserver":
+        CONTEXT.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+
+
+@dataclass(eq=False)
+class Member:
+    """The caller's side of one process."""
+
+    me: Peer
+    process: Any
+    control: Connection
+    out: Connection
+    said: str = ""  # "r" once its result is here, "f" once its failure is
+    step: int = -1
+    line: list[str] = field(default_factory=list)  # printed, but not yet ended
+    decode: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace").decode)
+
+    def __str__(self) -> str:
+        return f"{self.me} (pid {self.process.pid})"
+
+
+def start(payload: bytes, place: Place) -> Member:
+    """Start one process. The caller's script is not imported there: what it needs travels in `payload`."""
+    control, its_control = CONTEXT.Pipe()
+    out, its_out = CONTEXT.Pipe(duplex=False)
+    args = (payload, place, its_control, its_out)
+    child = CONTEXT.Process(target=process.main, args=args, name=str(place.me), daemon=True)
+    with _starting, patch.object(spawn, "get_preparation_data", _without_main(spawn.get_preparation_data)):
+        child.start()
+    its_control.close()
+    its_out.close()
+    return Member(place.me, child, control, out)
+
+
+def _without_main(original: Any) -> Any:
+    def data(name: str) -> dict[str, Any]:
+        return {k: v for k, v in original(name).items() if not k.startswith("init_main_from")}
+
+    return data
+
+
+def rebuild(member: Member, packed: bytes | None, line: str, text: str, step: int) -> BaseException:
+    """A process's exception, as the caller will see it."""
+    try:
+        error = cloudpickle.loads(packed) if packed is not None else RemoteError(line)
+    except Exception:
+        error = RemoteError(line)
+    if not isinstance(error, Exception):  # SystemExit on a worker must not end the caller
+        error = RemoteError(line)
+    at = f" at step {step}" if step >= 0 else ""
+    error.add_note(f"raised on {member}{at}")
+    error.__cause__ = RemoteTraceback(with_source(text))
+    return error
+
+
+def death(member: Member) -> np.ndarray:
+    """The row of a trace that says when a process died."""
+    rows: list[np.ndarray] = []
+    record = Recorder(*member.me, rows.append)
+    record("death", time.monotonic(), time.monotonic(), worker=member.me.index, step=member.step)
+    record.flush()
+    return rows[0]
+
+
+def lost(member: Member) -> ProcessLost:
+    """The error for a process that ended without a word."""
+    code = member.process.exitcode
+    how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    at = f"at step {member.step} (the last it reported)" if member.step >= 0 else "before it reported a step"
+    return ProcessLost(f"{member} was lost {at}: {how}")
