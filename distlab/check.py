@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from distlab.clusters.simulated import SimulatedCluster, SimulatedRun
+from distlab.clusters.simulated import SimulatedCluster
+from distlab.clusters.simulated_run import SimulatedRun
 from distlab.errors import DistlabError, PeerLost, ProcessLost
 from distlab.fabric.laws import Constant, Exponential, Gamma, Law, Pareto
 from distlab.fabric.network import IDEAL, Change, Network

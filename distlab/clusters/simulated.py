@@ -5,21 +5,17 @@ time: how long a gradient takes, how fast the network is, who is slow and who di
 """
 
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
-
-from distlab.clusters.base import Cluster, Ending, Launched, Sink
-from distlab.errors import ProcessLost
+from distlab.clusters.base import Cluster, Sink
+from distlab.clusters.simulated_run import SimulatedRun
 from distlab.fabric import Peer
 from distlab.fabric.laws import Empirical, Gamma, Law, law, positive_number
 from distlab.fabric.network import Change, Network, Nic
 from distlab.fabric.simulated import SimulatedFabric, World
 from distlab.options import check_count, nearest, options
-from distlab.randomness import undisturbed
 from distlab.strategies.base import Job, Strategy
 from distlab.trace import Recorder, Trace
 
@@ -33,7 +29,6 @@ class Measured(Protocol):
 
 GRADIENTS = ("real", "none")
 COMPUTES = ("worker", "replica")
-GIVE_UP_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -162,7 +157,7 @@ class SimulatedCluster(Cluster):
         return other
 
     def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> "SimulatedRun":
-        return SimulatedRun(self, strategy, job, sink, paused)
+        return SimulatedRun(lambda: self.build(strategy, job, sink), strategy, job, paused)
 
     def laws(self, me: Peer) -> dict[str, Law]:
         """How long each kind of work takes on a process."""
@@ -213,129 +208,3 @@ def sentence(change: Change) -> str:
     start = f", from_s={change.from_s:g}" if change.from_s else ""
     end = f", to_s={change.to_s:g}" if change.to_s < math.inf else ""
     return f".{change.kind}(worker={change.worker}{factor}{start}{end})"
-
-
-class SimulatedRun(Launched):
-    """A simulated run, in a thread of its own, which can be paused and stepped."""
-
-    def __init__(self, cluster: SimulatedCluster, strategy: Strategy, job: Job, sink: Sink, paused: bool) -> None:
-        self._cluster, self._strategy, self._job, self._sink = cluster, strategy, job, sink
-        self._ending, self._over = Ending(), threading.Event()
-        self._turn = threading.Condition()
-        self._allowed: float = 0 if paused else math.inf  # events that may still happen before the next pause
-        self._orders: list[Callable[[], None]] = []
-        self._killed = ""  # by whom
-        self.world: World | None = None
-        self.events = 0  # that have happened
-        self._thread = threading.Thread(target=self._run, name="distlab-simulation", daemon=True)
-        self._thread.start()
-
-    @property
-    def ident(self) -> int:
-        """The thread that simulates."""
-        return self._thread.ident or 0
-
-    def stop(self) -> None:
-        self._order(self._stop)
-
-    def kill(self, why: str = "LiveRun.kill()") -> None:
-        self._killed = why
-        self._order(lambda: None)
-        if threading.current_thread() is not self._thread:
-            self._over.wait(GIVE_UP_S)  # user code that never comes back cannot be ended from outside
-
-    def wait(self, timeout_s: float | None = None) -> Ending | None:
-        return self._ending if self._over.wait(timeout_s) else None
-
-    def pause(self) -> None:
-        self._allow(0)
-
-    def resume(self) -> None:
-        self._allow(math.inf)
-
-    def params(self) -> dict[str, Tensor]:
-        nodes = self.world.nodes if self.world is not None else {}
-        return {str(me): node.flat.params.clone() for me, node in nodes.items() if node.flat is not None}
-
-    def step(self, events: int = 1) -> float:
-        self._allow(check_count("events", events))
-        with self._turn:
-            self._turn.wait_for(lambda: self._allowed <= 0 or self._over.is_set())
-        return self.world.env.now if self.world else 0.0
-
-    def _allow(self, events: float) -> None:
-        with self._turn:
-            self._allowed = events
-            self._turn.notify_all()
-
-    def _order(self, order: Callable[[], None]) -> None:
-        with self._turn:
-            self._orders.append(order)
-            self._turn.notify_all()
-
-    def _stop(self) -> None:
-        assert self.world is not None
-        self._allowed = math.inf
-        for node in self.world.nodes.values():
-            node.stopping = True
-            node.wake()
-
-    def _run(self) -> None:
-        try:
-            with undisturbed():
-                self._simulate()
-        except BaseException as error:
-            self._ending.error = error
-        with self._turn:
-            self._over.set()
-            self._turn.notify_all()
-
-    def _simulate(self) -> None:
-        world = self.world = self._cluster.build(self._strategy, self._job, self._sink)
-        for me, node in world.nodes.items():
-            node.spawn(self._program, me, node)
-            for change in node.changes:
-                if change.kind == "kill":
-                    world.at(change.from_s, lambda node=node: self._kill(node))  # type: ignore[misc]
-        while not world.over and not self._killed:
-            self._wait_for_turn()
-            if not self._killed:
-                world.step()
-                self.events += 1
-        self._flush()
-        if self._killed:
-            raise ProcessLost(f"the run was ended at {world.env.now:.6g} s by {self._killed}")
-        if world.failure is not None:
-            me, error = world.failure
-            error.add_note(f"raised on {me} at {world.env.now:.6g} s of virtual time")
-            raise error
-
-    def _program(self, me: Peer, node: SimulatedFabric) -> None:
-        self._ending.outcomes[me] = self._strategy.run(node, self._job)
-
-    def _flush(self) -> None:
-        for node in self.world.nodes.values() if self.world else ():
-            node.record.flush()
-
-    def _kill(self, node: SimulatedFabric) -> None:
-        if node.dead or not node.tasks:
-            return  # it has ended before
-        now = node.now()
-        node.record("death", now, now, worker=node.me.index)
-        if not self._strategy.survives(node.me) and node.world.failure is None:
-            lost = ProcessLost(f"{node.me} was lost at {now:.6g} s: killed by the scenario")
-            node.world.failure = (node.me, lost)
-        node.kill()
-
-    def _wait_for_turn(self) -> None:
-        if self._allowed == math.inf and not self._orders:
-            return
-        if self._allowed <= 0:
-            self._flush()
-        with self._turn:
-            self._turn.notify_all()
-            self._turn.wait_for(lambda: self._allowed > 0 or self._orders)
-            orders, self._orders = self._orders, []
-            self._allowed -= not orders
-        for order in orders:
-            order()
