@@ -12,7 +12,6 @@ from torch import Tensor
 
 from distlab import trace
 from distlab.clusters.base import Cluster, Ending, Launched
-from distlab.errors import DistlabError
 from distlab.fabric import Peer
 from distlab.options import check_count, options
 from distlab.run import Run, run_from
@@ -273,6 +272,3 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
         used = {n: value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__}
         parts += [(f" (its global {n!r})", v) for n, v in used.items()]
     return parts
-
-
-__all__ = ["DistlabError", "LiveRun", "start", "train"]
