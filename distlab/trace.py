@@ -87,13 +87,35 @@ class Event:
         )
 
 
-class Recorder:
-    """A process's buffer of events; `sink` gets an array of them whenever it is flushed or full."""
+class Buffer:
+    """Events that wait to be handed over: `sink` gets an array of them whenever it is flushed or full."""
 
-    def __init__(self, role: str, index: int, sink: Callable[[np.ndarray], None], capacity: int = 4096) -> None:
-        self._me, self._sink, self._capacity = (ROLES.index(role), index), sink, capacity
+    def __init__(self, sink: Callable[[np.ndarray], None], capacity: int = 4096) -> None:
+        self._sink, self._capacity = sink, capacity
         self._rows: list[tuple[Any, ...]] = []
         self._lock = threading.Lock()
+
+    def add(self, row: tuple[Any, ...]) -> None:
+        """Keep a row."""
+        with self._lock:
+            self._rows.append(row)
+            full = len(self._rows) >= self._capacity
+        if full:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand over what is there."""
+        with self._lock:
+            rows, self._rows = self._rows, []
+            if rows:
+                self._sink(np.array(rows, EVENT))
+
+
+class Recorder:
+    """Writes one process's events into a buffer, which several may share."""
+
+    def __init__(self, role: str, index: int, buffer: Buffer) -> None:
+        self._me, self._add, self.flush = (ROLES.index(role), index), buffer.add, buffer.flush
 
     def __call__(
         self,
@@ -113,19 +135,7 @@ class Recorder:
         role, index = self._me
         peer_role, peer_index = (ROLE_CODES[peer[0]], peer[1]) if peer else (-1, -1)
         who = (KIND_CODES[kind], role, index, peer_role, peer_index, worker)
-        row = (*who, step, read, version, start_s, end_s, num_bytes, samples, loss)
-        with self._lock:
-            self._rows.append(row)
-            full = len(self._rows) >= self._capacity
-        if full:
-            self.flush()
-
-    def flush(self) -> None:
-        """Hand over what is there."""
-        with self._lock:
-            rows, self._rows = self._rows, []
-            if rows:
-                self._sink(np.array(rows, EVENT))
+        self._add((*who, step, read, version, start_s, end_s, num_bytes, samples, loss))
 
 
 class Trace:

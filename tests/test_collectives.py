@@ -18,9 +18,9 @@ class MemoryLink(Link):
     def __init__(self, inbox: queue.Queue, outbox: queue.Queue) -> None:
         self.inbox, self.outbox = inbox, outbox
 
-    def post(self, kind, tensors=(), **header) -> int:
-        self.outbox.put(Message(kind, [t.clone() for t in tensors], **header))
-        return sum(t.numel() * t.element_size() for t in tensors)
+    def put(self, message) -> int:
+        self.outbox.put(message._replace(tensors=[t.clone() for t in message.tensors]))
+        return sum(t.numel() * t.element_size() for t in message.tensors)
 
     def flush(self) -> None:
         pass

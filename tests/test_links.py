@@ -12,13 +12,13 @@ import torch.distributed as dist
 from distlab.errors import BadMessage
 from distlab.fabric import Kind, Message, Peer, wire
 from distlab.fabric.torch_fabric import TorchFabric
-from distlab.trace import EVENT, Recorder
+from distlab.trace import EVENT, Buffer, Recorder
 
 COUNTS = {"server": 1, "worker": 1}
 
 
 def fabric(role: str, token: int = 5) -> TorchFabric:
-    return TorchFabric(Peer(role, 0), COUNTS, Recorder(role, 0, lambda rows: None), token=token)
+    return TorchFabric(Peer(role, 0), COUNTS, Recorder(role, 0, Buffer(lambda rows: None)), token=token)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_peer_with_another_token_is_refused(ends):
 @pytest.mark.parametrize("size", [-1, 0, wire.MAX_BYTES + 1])
 def test_announcement_of_an_absurd_size_is_refused(ends, size):
     server, worker = ends
-    worker._start((), Message(Kind.GROW, version=size))
+    worker._start(Message(Kind.GROW, version=size))
     with pytest.raises(BadMessage, match=f"worker 0 announces a message of {size} bytes"):
         server.recv()
 
@@ -120,7 +120,7 @@ def test_lock_wakes_who_waits():
 
 def test_recorder_hands_over_full_buffers_and_the_rest():
     got: list = []
-    record = Recorder("worker", 3, got.append, capacity=4)
+    record = Recorder("worker", 3, Buffer(got.append, capacity=4))
     for step in range(10):
         record("push", 0.0, 1.0, step=step, peer=("server", 0), num_bytes=8)
     record.flush()

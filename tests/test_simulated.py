@@ -11,7 +11,7 @@ import distlab as dl
 from distlab.fabric.base import Kind, Peer
 from distlab.fabric.network import IDEAL
 from distlab.fabric.simulated import SimulatedFabric, SimulatedLink, World
-from distlab.trace import Recorder
+from distlab.trace import Buffer, Recorder
 
 STRATEGIES = [
     dl.SingleWorker(),
@@ -155,9 +155,9 @@ def test_only_simulated_runs_can_be_paused(two):
 
 def linked():
     """A world of a server and a worker that nobody has told anything yet."""
-    world, counts = World(), {"server": 1, "worker": 1}
+    world, counts = World(Buffer(lambda rows: None)), {"server": 1, "worker": 1}
     for me in (Peer("server", 0), Peer("worker", 0)):
-        record = Recorder(*me, lambda rows: None)
+        record = Recorder(*me, world.events)
         world.nodes[me] = SimulatedFabric(world, me, counts, record, laws={}, changes=[], seed=[0])
         world.nics[me] = dl.fabric.network.Nic(dl.Network())
     world.nodes[Peer("server", 0)].connect(Peer("worker", 0))
@@ -169,9 +169,9 @@ def received_after_a_killed_receive():
     world, server, worker = linked()
     got = []
     doomed = server.spawn(lambda: got.append(("doomed", server.link("worker", 0).recv().step)))
-    world.at(0.1, doomed.kill)
-    world.at(0.2, lambda: server.spawn(lambda: got.append(("second", server.link("worker", 0).recv().step))))
-    world.at(0.3, lambda: worker.spawn(lambda: worker.link("server", 0).send(Kind.PULL, step=42)))
+    world.at(0.1, lambda _: doomed.kill())
+    world.at(0.2, lambda _: server.spawn(lambda: got.append(("second", server.link("worker", 0).recv().step))))
+    world.at(0.3, lambda _: worker.spawn(lambda: worker.link("server", 0).send(Kind.PULL, step=42)))
     while world.running or world.env.now < 0.3:
         world.step()
     return got

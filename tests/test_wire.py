@@ -20,7 +20,7 @@ INTEGERS = [t for t in wire.DTYPES if not (t.is_floating_point or t.is_complex o
 def packed(*tensors: torch.Tensor, room: int = 4096, **header) -> torch.Tensor:
     """A buffer with a message in it."""
     buffer = torch.zeros(max(room, wire.size(tensors)), dtype=torch.uint8)
-    wire.encode(buffer, tensors, Message(**{"kind": Kind.PUSH} | header), ME, TOKEN)
+    wire.encode(buffer, Message(**{"kind": Kind.PUSH, "tensors": tensors} | header), ME, TOKEN)
     return buffer
 
 

@@ -24,7 +24,7 @@ from distlab.clusters.process import Place
 from distlab.clusters.sources import with_source
 from distlab.errors import ProcessLost, RemoteError, RemoteTraceback
 from distlab.fabric import Peer
-from distlab.trace import Recorder
+from distlab.trace import Buffer, Recorder
 
 METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() and sys.platform != "darwin" else "spawn"
 CONTEXT: Any = mp.get_context(METHOD)
@@ -93,7 +93,7 @@ def rebuild(member: Member, packed: bytes | None, line: str, text: str, step: in
 def death(member: Member) -> np.ndarray:
     """The row of a trace that says when a process died."""
     rows: list[np.ndarray] = []
-    record = Recorder(*member.me, rows.append)
+    record = Recorder(*member.me, Buffer(rows.append))
     record("death", time.monotonic(), time.monotonic(), worker=member.me.index, step=member.step)
     record.flush()
     return rows[0]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from distlab.fabric import Peer
 from distlab.fabric.torch_fabric import TorchFabric
 from distlab.strategies.base import Job, Outcome, Strategy
-from distlab.trace import Recorder
+from distlab.trace import Buffer, Recorder
 
 FLUSH_S = 0.05
 
@@ -69,7 +69,7 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     os.setsid()  # an interrupt of the caller's terminal or kernel must not reach this process
     redirect(out)
     control = Control(pipe)
-    record = Recorder(*place.me, lambda rows: control.say("events", rows.tobytes()))
+    record = Recorder(*place.me, Buffer(lambda rows: control.say("events", rows.tobytes())))
     fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s)
     threading.Thread(target=control.listen, args=(fabric, place.store), daemon=True).start()
     threading.Thread(target=flush_often, args=(record,), daemon=True).start()

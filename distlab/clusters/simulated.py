@@ -17,7 +17,7 @@ from distlab.fabric.network import Change, Network, Nic
 from distlab.fabric.simulated import SimulatedFabric, World
 from distlab.options import check_count, nearest, options
 from distlab.strategies.base import Job, Strategy
-from distlab.trace import Recorder, Trace
+from distlab.trace import Buffer, Recorder, Trace
 
 
 class Measured(Protocol):
@@ -168,12 +168,12 @@ class SimulatedCluster(Cluster):
 
     def build(self, strategy: Strategy, job: Job, sink: Sink) -> World:
         """The world of one run, with every process at its first line."""
-        world = World(hollow=self._settings.gradients == "none")
+        world = World(Buffer(sink.events), hollow=self._settings.gradients == "none")
         layout = strategy.layout(self.num_workers)
         peers = [Peer(role, i) for role, count in layout.counts.items() for i in range(count)]
         for number, me in enumerate(peers):
             changes = [c for c in self._settings.changes if me.role in COMPUTES and c.worker == me.index]
-            record = Recorder(*me, sink.events, capacity=64)
+            record = Recorder(*me, world.events)
             node = SimulatedFabric(
                 world,
                 me,

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from distlab.options import check_count
 from distlab.randomness import undisturbed
 from distlab.strategies.base import Job, Strategy
 
+FLUSH_S = 0.05  # events are handed over this often, as those of real processes are
 GIVE_UP_S = 2.0  # how long `kill` waits for user code that may never come back
 
 
@@ -98,9 +100,14 @@ class SimulatedRun(Launched):
             node.spawn(self._program, me, node)
             for change in node.changes:
                 if change.kind == "kill":
-                    world.at(change.from_s, lambda node=node: self._kill(node))  # type: ignore[misc]
+                    world.at(change.from_s, lambda _, node=node: self._kill(node))  # type: ignore[misc]
+        told_s = time.monotonic()
         while not world.over and not self._killed:
-            self._wait_for_turn()
+            if self._allowed < math.inf or self._orders:
+                self._wait_for_turn()
+            elif not self.events % 256 and time.monotonic() - told_s > FLUSH_S:
+                self._flush()
+                told_s = time.monotonic()
             if not self._killed:
                 world.step()
                 self.events += 1
@@ -116,8 +123,8 @@ class SimulatedRun(Launched):
         self._ending.outcomes[me] = self._strategy.run(node, self._job)
 
     def _flush(self) -> None:
-        for node in self.world.nodes.values() if self.world else ():
-            node.record.flush()
+        if self.world is not None:
+            self.world.events.flush()
 
     def _kill(self, node: SimulatedFabric) -> None:
         if node.dead or not node.tasks:
@@ -130,8 +137,6 @@ class SimulatedRun(Launched):
         node.kill()
 
     def _wait_for_turn(self) -> None:
-        if self._allowed == math.inf and not self._orders:
-            return
         if self._allowed <= 0:
             self._flush()
         with self._turn:

@@ -48,8 +48,7 @@ class Kind(IntEnum):
     GROW = 11  # the next message is longer than any before (handled by the link)
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One message. Its tensors may be used until the next `recv` on the same link; copy what must live longer."""
 
     kind: Kind
@@ -74,18 +73,9 @@ class Link(ABC):
     peer: Peer
 
     @abstractmethod
-    def post(
-        self,
-        kind: Kind,
-        tensors: Sequence[Tensor] = (),
-        *,
-        version: int = -1,
-        step: int = -1,
-        samples: int = 0,
-        loss: float = math.nan,
-    ) -> int:
-        """Start to send a copy of `tensors`; returns the bytes. At most one post at a time is under way: the next
-        one waits for it."""
+    def put(self, message: Message) -> int:
+        """Start to send a copy of `message`; returns the bytes. At most one at a time is under way: the next one
+        waits for it."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -95,9 +85,13 @@ class Link(ABC):
     def recv(self) -> Message:
         """Wait for the next message; PeerLost if the peer is gone, BadMessage if it is not what was agreed."""
 
+    def post(self, kind: Kind, tensors: Sequence[Tensor] = (), **header: Any) -> int:
+        """Start to send a message of these parts; returns the bytes."""
+        return self.put(Message(kind, tensors, **header))
+
     def send(self, kind: Kind, tensors: Sequence[Tensor] = (), **header: Any) -> int:
-        """Post and flush."""
-        num_bytes = self.post(kind, tensors, **header)
+        """Post, and wait until it has left."""
+        num_bytes = self.put(Message(kind, tensors, **header))
         self.flush()
         return num_bytes
 

@@ -8,6 +8,7 @@ it, only the moment from which each NIC is free again.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from distlab.fabric.base import Peer
 from distlab.fabric.laws import positive_number
@@ -83,20 +84,21 @@ class Traffic:
     """All NICs, and the arithmetic of a message from one to another.
 
     Args:
-        at: (time, function): call the function at that time.
+        at: (time, function): call the function, with one argument to be ignored, at that time.
         now: the clock.
     """
 
     def __init__(
-        self, nics: dict[Peer, Nic], at: Callable[[float, Callable[[], None]], None], now: Callable[[], float]
+        self, nics: dict[Peer, Nic], at: Callable[[float, Callable[[Any], None]], None], now: Callable[[], float]
     ):
         self._nics, self._at, self._now = nics, at, now
 
-    def send(self, source: Peer, target: Peer, num_bytes: int, deliver: Callable[[], None]) -> float:
+    def send(self, source: Peer, target: Peer, num_bytes: int, deliver: Callable[[Any], None]) -> float:
         """Send so many bytes; `deliver` is called when the last one is there. Returns when the last one has left."""
         out, into = self._nics[source], self._nics[target]
         start = max(self._now(), out.out_free_s)
-        start = into.connected_from(out.connected_from(start))
+        if out.changes or into.changes:
+            start = into.connected_from(out.connected_from(start))
         if start == math.inf:
             return math.inf  # cut off for good: it never leaves
         gone = start + num_bytes / out.rate(start)
@@ -105,10 +107,10 @@ class Traffic:
         if out.network.bandwidth_bytes_per_s == math.inf:
             self._at(start + latency, deliver)
         else:
-            self._at(start + latency, lambda: self._receive(into, num_bytes, gone + latency, deliver))
+            self._at(start + latency, lambda _: self._receive(into, num_bytes, gone + latency, deliver))
         return gone
 
-    def _receive(self, into: Nic, num_bytes: int, last_byte_s: float, deliver: Callable[[], None]) -> None:
+    def _receive(self, into: Nic, num_bytes: int, last_byte_s: float, deliver: Callable[[Any], None]) -> None:
         begin = max(self._now(), into.in_free_s)
         done = max(begin + num_bytes / into.rate(begin), last_byte_s)
         into.in_free_s = done

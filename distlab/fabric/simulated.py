@@ -15,15 +15,14 @@ import greenlet
 import numpy as np
 import simpy
 import torch
-from torch import Tensor
 
 from distlab.errors import Deadlock, PeerLost
 from distlab.fabric import wire
-from distlab.fabric.base import ALWAYS, Fabric, Kind, Link, Message, Peer, Running, Timed
+from distlab.fabric.base import ALWAYS, Fabric, Link, Message, Peer, Running, Timed
 from distlab.fabric.laws import Law
 from distlab.fabric.network import Change, Nic, Traffic
 from distlab.randomness import Randomness
-from distlab.trace import Recorder
+from distlab.trace import Buffer, Recorder
 
 JOIN = "a task of its own"
 
@@ -36,11 +35,12 @@ class World:
     """The clock, the network and the processes of one simulated run.
 
     Args:
+        events: where its processes record theirs.
         hollow: compute nothing, so that only time and bytes are simulated.
     """
 
-    def __init__(self, *, hollow: bool = False) -> None:
-        self.env, self.hollow = simpy.Environment(), hollow
+    def __init__(self, events: Buffer, *, hollow: bool = False) -> None:
+        self.env, self.events, self.hollow = simpy.Environment(), events, hollow
         self.main = greenlet.getcurrent()
         self.nodes: dict[Peer, SimulatedFabric] = {}
         self.nics: dict[Peer, Nic] = {}
@@ -49,10 +49,10 @@ class World:
         self.current: Task | None = None
         self.running = 0  # tasks that have not ended
 
-    def at(self, when: float, function: Callable[[], None]) -> None:
+    def at(self, when: float, function: Callable[[Any], None]) -> None:
         """Call `function` at a time, not before now."""
-        event = self.env.timeout(max(0.0, when - self.env.now))
-        event.callbacks.append(lambda _: function())
+        now = self.env.now
+        self.env.timeout(when - now if when > now else 0.0).callbacks.append(function)
 
     def step(self) -> None:
         """Let the next event happen; Deadlock, which says who waits for whom, if there is none."""
@@ -142,21 +142,12 @@ class SimulatedLink(Link):
         self.closed = False
         self._gone_s = 0.0
 
-    def post(
-        self,
-        kind: Kind,
-        tensors: Sequence[Tensor] = (),
-        *,
-        version: int = -1,
-        step: int = -1,
-        samples: int = 0,
-        loss: float = math.nan,
-    ) -> int:
+    def put(self, message: Message) -> int:
         self.flush()
-        world, size = self.node.world, wire.size(tensors)
-        copies = tensors if world.hollow else [t.detach().clone() for t in tensors]
-        message = Message(kind, copies, version, step, samples, loss, size, world.env.now)
-        self._gone_s = world.traffic.send(self.node.me, self.peer, size, lambda: self.other.deliver(message))
+        world, size = self.node.world, wire.size(message.tensors)
+        copies = message.tensors if world.hollow else [t.detach().clone() for t in message.tensors]
+        sent = message._replace(tensors=copies, num_bytes=size, sent_s=world.env.now)
+        self._gone_s = world.traffic.send(self.node.me, self.peer, size, lambda _: self.other.deliver(sent))
         return size
 
     def flush(self) -> None:
@@ -241,10 +232,7 @@ class SimulatedFabric(Fabric):
         self._links: dict[Peer, SimulatedLink] = {}
         self._locks: dict[str, Lock] = {}
         self._waiting: list[tuple[Callable[[], bool], simpy.Event]] = []
-        self._unit: tuple[float, float] = (
-            0.0,
-            0.0,
-        )  # a gradient that is being computed in parts: its time, the share left
+        self._unit = 0.0, 0.0  # a gradient that is computed in parts: its time, the share that is left
 
     def now(self) -> float:
         return self.world.env.now

@@ -44,21 +44,12 @@ class TorchLink(Link):
         self._out, self._in = _buffer(FIRST_BYTES), _buffer(FIRST_BYTES)
         self._leaving: list[tuple[Any, Tensor]] = []  # sends under way, and the memory that they read
 
-    def post(
-        self,
-        kind: Kind,
-        tensors: Sequence[Tensor] = (),
-        *,
-        version: int = -1,
-        step: int = -1,
-        samples: int = 0,
-        loss: float = float("nan"),
-    ) -> int:
+    def put(self, message: Message) -> int:
         self.flush()
-        size = wire.size(tensors)
+        size = wire.size(message.tensors)
         if size > self._out.numel():
             self._grow(size)
-        self._start(tensors, Message(kind, (), version, step, samples, loss))
+        self._start(message)
         return size
 
     def flush(self) -> None:
@@ -76,11 +67,11 @@ class TorchLink(Link):
         return self.recv()
 
     def _grow(self, size: int) -> None:
-        self._start((), Message(Kind.GROW, version=size))  # not awaited: the peer may be about to post as well
+        self._start(Message(Kind.GROW, version=size))  # not awaited: the peer may be about to post as well
         self._out = _buffer(size)
 
-    def _start(self, tensors: Sequence[Tensor], message: Message) -> None:
-        size = wire.encode(self._out, tensors, message, self._me, self._token)
+    def _start(self, message: Message) -> None:
+        size = wire.encode(self._out, message, self._me, self._token)
         self._leaving.append((self._attempt(self._group.send, [self._out[:size]]), self._out))
 
     def _attempt(self, operation: Callable[..., Any], tensors: list[Tensor]) -> Any:

@@ -37,9 +37,9 @@ def size(tensors: Sequence[Tensor]) -> int:
     return head + sum(aligned(t.numel() * t.element_size()) for t in tensors)
 
 
-def encode(buffer: Tensor, tensors: Sequence[Tensor], message: Message, sender: Peer, token: int) -> int:
-    """Write a message into `buffer` (bytes, uint8); returns its size in bytes."""
-    view: Any = buffer.numpy()
+def encode(buffer: Tensor, message: Message, sender: Peer, token: int) -> int:
+    """Write `message` into `buffer` (bytes, uint8); returns its size in bytes."""
+    view, tensors = buffer.numpy(), message.tensors  # type: Any, Sequence[Tensor]
     role = ROLES.index(sender.role)
     head = (message.kind, role, sender.index, message.version, message.step, message.samples)
     HEADER.pack_into(view, 0, MAGIC, *head, time.monotonic_ns(), len(tensors), message.loss, token)

@@ -194,8 +194,7 @@ class Player:
         return done
 
     def _step(self, lane: Lane, mean: Tensor, version: int) -> None:
-        lane.grads.copy_(mean)
-        lane.step(self.task.lr_schedule(version) if self.task.lr_schedule else 1.0)
+        lane.step(mean, self.task.lr_schedule(version) if self.task.lr_schedule else 1.0)
 
     def _lane(self, flat: Flat) -> Lane:
         lane = Lane(self.task, flat, None)

@@ -17,6 +17,11 @@ from distlab.fabric.base import Fabric, Timed
 from distlab.flat import Flat
 from distlab.task import Task
 
+ELEMENTWISE = {
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adadelta", "ASGD")
+}
+
 
 @dataclass(frozen=True)
 class Params:
@@ -49,23 +54,36 @@ class Gradient:
 
 
 class Lane:
-    """One thread's way to the shared parameters."""
+    """One thread's way to the shared parameters.
+
+    An optimizer that treats every element alike is given one flat parameter instead of many: the same bits, sooner.
+    """
 
     def __init__(self, task: Task, flat: Flat, first: "Lane | None") -> None:
         self.params = [nn.Parameter(view) for view in flat.views(flat.params)]
-        self.grads = torch.zeros_like(flat.params)
-        for param, grad in zip(self.params, flat.views(self.grads), strict=True):
-            param.grad = grad
         self.optimizer = task.optimizer(self.params)
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._flat = flat
+        groups = self.optimizer.param_groups
+        if is_elementwise(self.optimizer) and len(groups) == 1 and len(groups[0]["params"]) == len(self.params):
+            groups[0]["params"] = self.params = [nn.Parameter(flat.params)]
+        self.rates = [group["lr"] for group in groups]
         if first is not None:
             for mine, shared in zip(self.params, first.params, strict=True):
                 self.optimizer.state[mine] = first.optimizer.state[shared]
 
-    def step(self, factor: float) -> None:
+    def step(self, mean: Tensor, factor: float = 1.0) -> None:
+        """Apply `mean` (size,), which is read and not changed, at `factor` times the learning rate."""
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
+        parts = [mean] if len(self.params) == 1 else self._flat.views(mean)
+        for param, part in zip(self.params, parts, strict=True):
+            param.grad = part.view_as(param)
         self.optimizer.step()
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it treat every element of a parameter alike, whatever the shape? Known of most of torch's, not of others."""
+    return type(optimizer) in ELEMENTWISE and not optimizer.state
 
 
 class Updater:
@@ -123,5 +141,4 @@ class Updater:
             mean = gradients[0].values
             if len(gradients) > 1:
                 mean = torch.stack([g.values for g in gradients]).mean(0)
-        way.grads.copy_(mean)
-        way.step(self._task.lr_schedule(self.version) if self._task.lr_schedule else 1.0)
+        way.step(mean, self._task.lr_schedule(self.version) if self._task.lr_schedule else 1.0)

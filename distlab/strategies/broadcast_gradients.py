@@ -54,4 +54,4 @@ class BroadcastGradients(ParameterServerStrategy):
             server.send(Kind.PUSH, gradient.values, gradient)
             while (message := server.receive()).kind is Kind.GRADIENT:
                 values, author = message.tensors
-                updater.apply(gradient_from(replace(message, tensors=[values]), int(author)))
+                updater.apply(gradient_from(message._replace(tensors=[values]), int(author)))
