@@ -14,6 +14,7 @@ from distlab.clusters import Cluster, LocalCluster, SimulatedCluster
 from distlab.errors import BadMessage, Deadlock, DistlabError, NonFiniteLoss, PeerLost, ProcessLost, RemoteError
 from distlab.fabric import laws
 from distlab.fabric.network import Network
+from distlab.rules import DelayCompensation
 from distlab.run import Run, compare, load_run
 from distlab.strategies import (
     AllReduce,
@@ -37,6 +38,7 @@ __all__ = [  # noqa: RUF022  # in the order in which the lessons meet them
     "accuracy",
     "LocalCluster",
     "AsyncPS",
+    "DelayCompensation",
     "SyncPS",
     "AllReduce",
     "InGraph",

@@ -11,6 +11,8 @@ changed; run ``backward`` and the gradient vector is filled.
 [1.0, 1.0]
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,28 @@ ALIGN = 16  # elements: each view starts where torch itself would have put it, s
 TAIL = 16  # elements behind the gradient that travel with it: counts, votes
 
 
-class Flat:
+class Vector:
+    """Tensors of one dtype, laid out in one vector.
+
+    Attributes:
+        params: (size,) all of them, each padded to a multiple of 16 elements.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
+        self.shapes, self.dtype = shapes, dtype
+        self.size = sum(padded(shape.numel()) for shape in shapes)
+        self.params = torch.zeros(self.size, dtype=dtype)
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """The parts of `vector` (size,) in the shapes of the tensors; no copies."""
+        views, start = [], 0
+        for shape in self.shapes:
+            views.append(vector[start : start + shape.numel()].view(shape))
+            start += padded(shape.numel())
+        return views
+
+
+class Flat(Vector):
     """One vector of parameters and one of gradients, and the model's own tensors as views of them.
 
     Tied weights are laid out once. Parameters with ``requires_grad=False`` and buffers stay outside: they are
@@ -38,24 +61,13 @@ class Flat:
 
     def __init__(self, model: nn.Module) -> None:
         named = trainable(model)
-        shapes = [p.shape for _, p in named]
-        self.dtype = named[0][1].dtype
-        self.size = sum(padded(shape.numel()) for shape in shapes)
-        self.params = torch.zeros(self.size, dtype=self.dtype)
+        super().__init__([p.shape for _, p in named], named[0][1].dtype)
+        self.names = [n for n, _ in named]
         self.message = torch.zeros(self.size + TAIL, dtype=self.dtype)
         self.grads, self.tail = self.message[: self.size], self.message[self.size :]
-        self.shapes, self.names = shapes, [n for n, _ in named]
         for (_, p), view, grad in zip(named, self.views(self.params), self.views(self.grads), strict=True):
             view.copy_(p.data)
             p.data, p.grad = view, grad
-
-    def views(self, vector: Tensor) -> list[Tensor]:
-        """The parts of `vector` (size,) in the shapes of the parameters; no copies."""
-        views, start = [], 0
-        for shape in self.shapes:
-            views.append(vector[start : start + shape.numel()].view(shape))
-            start += padded(shape.numel())
-        return views
 
 
 def padded(numel: int) -> int:

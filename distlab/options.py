@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -49,26 +50,33 @@ class Options:
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """`value` if it is an int of at least `least`; TypeError or ValueError that says which otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)
+
+
+def check_word(name: str, value: Any, words: Iterable[str]) -> str:
+    """`value` if it is one of `words`; ValueError that names the nearest otherwise."""
+    if value not in words:
+        raise ValueError(f"{name}={value!r}: {nearest(str(value), words)}")
     return value
 
 
 def check_seconds(name: str, value: Any) -> float:
     """`value` as a float if it is a finite time of at least 0 s."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, got {value!r} ({type(value).__name__})")
-    if not 0 <= value < float("inf"):
+    if not 0 <= float(value) < float("inf"):
         raise ValueError(f"{name} must be a finite number of seconds, 0 or more, got {value}")
     return float(value)
 
 
 def check_positive(name: str, value: Any) -> float:
     """`value` as a float if it is a positive, finite number; TypeError or ValueError that names it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    if not 0 < value < float("inf"):
+    if not 0 < float(value) < float("inf"):
         raise ValueError(f"{name} must be positive and finite, got {value}")
     return float(value)

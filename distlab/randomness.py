@@ -4,13 +4,19 @@ torch, numpy and random keep one state per process. Where several workers live i
 stream of its own, the one its own process would have; and what runs inside the caller must leave the caller's alone.
 """
 
+import ctypes
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+TURN = threading.RLock()  # one at a time draws from the states that this process has
+DRAWS = {"load", "compute"}
+numpys: Any = np.random  # its type stubs leave out how to exchange the bit generator
 
 
 def seed_all(number: int) -> None:
@@ -22,69 +28,73 @@ def seed_all(number: int) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """One thread inside, so that sums have one order; the caller's states and number of threads are put back."""
-    states, threads = (torch.get_rng_state(), get_others()), torch.get_num_threads()
+    """One thread inside, so that sums have one order; the number of threads and random's state are put back."""
+    state, threads = random.getstate(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        set_others(states[1])
+        random.setstate(state)
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def forked(number: int | None = None) -> Iterator[None]:
+    """torch draws from a state of its own inside, seeded by `number`; no simulated process draws meanwhile."""
+    with TURN, torch.random.fork_rng(devices=[]):
+        if number is not None:
+            torch.manual_seed(number)
+        yield
 
 
 class Randomness:
     """The random numbers of one process among several that share this one.
 
-    Reading and setting three states costs as much as a small gradient. So each kind of work is watched the first time:
-    what left numpy's and random's states alone runs without them from then on; what drew no number at all, and is no
-    gradient, without any.
+    Its states are put in place around user code, and what was there before is put back, so that code in the
+    foreground does not move them either. numpy's whole state costs as much as a small gradient to copy: only its bit
+    generator is exchanged, and what numpy keeps beside it (the second of two normal numbers) only after it was drawn
+    from. random's state goes with the kinds of work that load data or compute.
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
-        self._torch: Any = None
-        self._others: Any = None
-        self._draws: dict[str, tuple[bool, bool]] = {}  # kind of work -> (from torch, from numpy or random)
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+        self._bits = np.random.MT19937()
+        self._spare: dict[str, Any] | None = None  # numpy's state, while it keeps a second normal number
+        self._random = random.Random(seed).getstate()
+        with TURN:
+            before = numpys.get_bit_generator()
+            numpys.set_bit_generator(self._bits)
+            np.random.seed(seed % 2**32)
+            numpys.set_bit_generator(before)
 
     def around(self, kind: str, function: Callable[[], Any]) -> Any:
         """Call `function` with this process's random states, and keep what they became."""
-        if self._torch is None:
-            self._begin()
-        first = kind not in self._draws
-        torchs, others = self._draws.get(kind, (True, True))
-        if torchs:
-            torch.set_rng_state(self._torch)
-        if others:
-            set_others(self._others)
-        try:
-            return function()
-        finally:
-            before = self._torch, self._others
-            if torchs:
+        with TURN:
+            torchs, bits = torch.get_rng_state(), numpys.get_bit_generator()
+            self._enter(kind)
+            place = position(self._bits)
+            try:
+                return function()
+            finally:
                 self._torch = torch.get_rng_state()
-            if others:
-                self._others = get_others()
-            if first:
-                drew = kind == "compute" or not self._torch.equal(before[0])
-                self._draws[kind] = (drew, not same(self._others, before[1]))
+                if self._spare is not None or position(self._bits) != place:
+                    spare = np.random.get_state(legacy=False)
+                    self._spare = spare if spare["has_gauss"] else None
+                if kind in DRAWS:
+                    self._random = random.getstate()
+                torch.set_rng_state(torchs)
+                numpys.set_bit_generator(bits)
 
-    def _begin(self) -> None:
-        seed_all(self._seed)
-        self._torch, self._others = torch.get_rng_state(), get_others()
-
-
-def get_others() -> tuple[Any, Any]:
-    """The global random states of numpy and random."""
-    return np.random.get_state(legacy=True), random.getstate()
-
-
-def set_others(states: tuple[Any, Any]) -> None:
-    """Set them."""
-    np.random.set_state(states[0])
-    random.setstate(states[1])
+    def _enter(self, kind: str) -> None:
+        torch.set_rng_state(self._torch)
+        numpys.set_bit_generator(self._bits)
+        if self._spare is not None:
+            np.random.set_state(self._spare)
+        if kind in DRAWS:
+            random.setstate(self._random)
 
 
-def same(one: tuple[Any, Any], two: tuple[Any, Any]) -> bool:
-    """Are two such states equal?"""
-    return one[1] == two[1] and one[0][2] == two[0][2] and bool((one[0][1] == two[0][1]).all())
+def position(bits: Any) -> bytes:
+    """Where a Mersenne twister is: its first word, and which one comes next. Every draw changes one of them."""
+    address = bits.ctypes.state_address
+    return ctypes.string_at(address, 4) + ctypes.string_at(address + 624 * 4, 4)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from distlab.errors import DistlabError
-from distlab.strategies.base import Outcome, model_of
+from distlab.shards import Shard
+from distlab.strategies.base import Outcome, Strategy, model_of
 from distlab.task import Task
 from distlab.trace import EVENT, ROLES, Trace
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from distlab.reports import Ledger, Replay
 
-FORMAT = 1
+FORMAT = 2
 WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error")
 
 
@@ -38,6 +40,7 @@ class Run:
         replicas: the parameters that each worker held at the end, by name, where workers hold any.
         startup_s: from the call to the first event.
         error: what ended it early, as text; "" otherwise.
+        task, algorithm: the task and the strategy themselves, for `model`, `evaluate` and `replay`.
     """
 
     strategy: str
@@ -52,6 +55,7 @@ class Run:
     startup_s: float = 0.0
     error: str = ""
     task: Task | None = field(default=None, repr=False)
+    algorithm: Strategy | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         ended = f", ended by {self.error}" if self.error else ""
@@ -70,8 +74,9 @@ class Run:
     @property
     def applies(self) -> np.ndarray:
         """One row per gradient that became part of an update; where several processes apply the same one, the
-        first to do so."""
+        first to do so; where several servers hold a shard each, server 0's."""
         rows = self.trace.select("apply")
+        rows = rows[(rows["role"] != ROLES.index("server")) | (rows["index"] == 0)]
         _, first = np.unique(rows[["version", "worker", "step"]], return_index=True)
         return rows[np.sort(first)]
 
@@ -151,8 +156,10 @@ class Run:
         """
         from distlab.reports import replay
 
-        edits = {"lr": lr, "without_worker": without_worker}
-        return replay(self.trace, self._task(), num_workers=self.num_workers, **edits)  # type: ignore[arg-type]
+        task, strategy = self._task(), self.algorithm
+        if strategy is None:
+            raise DistlabError("a loaded run does not hold its strategy: load it with load_run(path, task, strategy)")
+        return replay(self.trace, task, strategy, num_workers=self.num_workers, lr=lr, without_worker=without_worker)
 
     def summary(self) -> dict[str, Any]:
         """The run in one row: strategy, updates/s, mean staleness, bytes, who applied, and the final loss."""
@@ -198,20 +205,24 @@ def said(who: list[str]) -> str:
     return " and ".join(parts) or "nobody"
 
 
-def load_run(path: str | Path, task: Task | None = None) -> Run:
-    """Read what `Run.save` wrote. With the run's `task`, `model` and `evaluate` work too.
+def load_run(path: str | Path, task: Task | None = None, strategy: Strategy | None = None) -> Run:
+    """Read what `Run.save` wrote. With the run's `task`, `model` and `evaluate` work too; with its strategy, `replay`.
 
     Raises:
         FileNotFoundError, DistlabError: no such folder, or not a run of this version of the format.
+        ValueError: it was another strategy.
     """
     from safetensors.torch import load_file
 
-    if task is not None and not isinstance(task, Task):
-        raise TypeError(f"task must be a Task, got {task!r}")
+    for name, value, kind in (("task", task, Task), ("strategy", strategy, Strategy)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
     folder = Path(path)
     words = json.loads((folder / "run.json").read_text())
     if not isinstance(words, dict) or words.pop("format", None) != FORMAT or set(words) != set(WORDS):
         raise DistlabError(f"{folder} is not a run that this version of distlab can read")
+    if strategy is not None and repr(strategy) != words["strategy"]:
+        raise ValueError(f"this run's strategy was {words['strategy']}, got {strategy!r}")
     with np.load(folder / "trace.npz", allow_pickle=False) as arrays:
         rows = arrays["rows"]
     if rows.dtype != EVENT:
@@ -219,26 +230,39 @@ def load_run(path: str | Path, task: Task | None = None) -> Run:
     tensors = load_file(folder / "model.safetensors")
     params = tensors.pop("params", None)
     local = {name.removeprefix("local."): tensor for name, tensor in tensors.items()}
-    return Run(trace=Trace(rows), params=params, local=local, task=task, **words)
+    return Run(trace=Trace(rows), params=params, local=local, task=task, algorithm=strategy, **words)
 
 
-def run_from(strategy: str, cluster: str, task: Task, final: str, outcomes: Mapping[Any, Outcome], **rest: Any) -> Run:
-    """The run that the processes' outcomes make: the model from number 0 of `final`, buffers from the chief."""
+def whole(parts: Sequence[Outcome]) -> Outcome:
+    """The parameters that several servers hold together; their version is the lowest of theirs."""
+    held = [(part.ranges, part.params) for part in parts if part.params is not None]
+    vector = torch.zeros(max(stop for ranges, _ in held for _, stop in ranges), dtype=held[0][1].dtype)
+    for ranges, values in held:
+        Shard(ranges, (), vector.dtype).put(values, vector)
+    return Outcome(vector, min(part.version for part in parts))
+
+
+def run_from(algorithm: Strategy, cluster: str, task: Task, outcomes: Mapping[Any, Outcome], **rest: Any) -> Run:
+    """The run that the processes' outcomes make: the model from the role that holds it, buffers from the chief."""
     order = sorted(outcomes.items(), key=lambda item: item[0].index)
     first = {peer.role: left for peer, left in reversed(order)}
-    model = first.get(final, Outcome())
+    model, held = first.get(algorithm.final, Outcome()), rest.pop("num_holders")
+    if model.ranges:
+        parts = [left for peer, left in order if peer.role == algorithm.final]
+        model = whole(parts) if len(parts) == held else Outcome()
     chief = first.get("worker") or first.get("replica") or Outcome()
     steps = {str(peer): left.steps for peer, left in outcomes.items() if peer.role in ("worker", "replica")}
     replicas = {str(peer): left.params for peer, left in order if peer.role == "worker" and left.params is not None}
     local = chief.local or {}
     return Run(
-        strategy,
+        repr(algorithm),
         cluster,
         params=model.params,
         version=model.version,
         local=local,
         steps=steps,
         task=task,
+        algorithm=algorithm,
         replicas=replicas,
         **rest,
     )
@@ -251,8 +275,15 @@ def compare(runs: Sequence[Run] | Mapping[str, Run]) -> "pd.DataFrame":
     """
     import pandas as pd
 
-    named = runs if isinstance(runs, Mapping) else {f"{r.strategy} on {r.cluster}": r for r in runs}
+    named = (
+        runs
+        if isinstance(runs, Mapping)
+        else {f"{getattr(r, 'strategy', r)} on {getattr(r, 'cluster', '')}": r for r in runs}
+    )
     if not named:
         raise ValueError("there is no run to compare")
+    for run in named.values():
+        if not isinstance(run, Run):
+            raise TypeError(f"compare takes runs, got {run!r}")
     table = pd.DataFrame([run.summary() for run in named.values()], index=list(named))
     return table.assign(relative=(table["updates_per_s"] / table["updates_per_s"].iloc[0]).round(3))

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from distlab import data
 from distlab.flat import trainable
 from distlab.options import Options, check_count
+from distlab.randomness import forked
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -88,8 +89,7 @@ class Task(Options):
 
     def build(self) -> nn.Module:
         """A new model; equal on every call, and the caller's random state is not touched."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        with forked(self.seed):
             return self.model()
 
     def outputs(self, model: nn.Module, batch: Any) -> Any:
@@ -149,7 +149,7 @@ class Task(Options):
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model factory must return an nn.Module, it returned {type(model).__name__}")
         params = [p for _, p in trainable(model)]
-        with torch.random.fork_rng(devices=[]):
+        with forked():
             self._check_step(model)
         self._check_optimizer(params)
         self._check_judges()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 KINDS = (
     "compute",  # whoever computes a gradient: `version` is the one its parameters were read at
     "pull",  # a worker: parameters of `version` arrived from `peer`
+    "cancel",  # a worker: it stopped computing, because the version it had read is no longer wanted
     "push",  # a worker: its gradient, read at `read`, left for `peer`
     "wait",  # a worker: between a push and the moment `peer` began to answer
     "apply",  # whoever applies: `worker`'s gradient of `step`, read at `read`, became part of `version`
@@ -52,6 +53,7 @@ EVENT = np.dtype(
         ("bytes", "i8"),
         ("samples", "i4"),
         ("loss", "f8"),
+        ("batch", "i8"),  # for a compute: which batch of that worker's stream; -1: not said
     ]
 )
 
@@ -72,6 +74,7 @@ class Event:
     bytes: int = 0
     samples: int = 0
     loss: float = float("nan")
+    batch: int = -1
 
     @property
     def staleness(self) -> int:
@@ -131,11 +134,12 @@ class Recorder:
         num_bytes: int = 0,
         samples: int = 0,
         loss: float = float("nan"),
+        batch: int = -1,
     ) -> None:
         role, index = self._me
         peer_role, peer_index = (ROLE_CODES[peer[0]], peer[1]) if peer else (-1, -1)
         who = (KIND_CODES[kind], role, index, peer_role, peer_index, worker)
-        self._add((*who, step, read, version, start_s, end_s, num_bytes, samples, loss))
+        self._add((*who, step, read, version, start_s, end_s, num_bytes, samples, loss, batch))
 
 
 class Trace:
@@ -205,7 +209,7 @@ class Trace:
             "who": [f"{ROLES[r]} {i}" for r, i in zip(rows["role"], rows["index"], strict=True)],
             "peer": [name(r, i) for r, i in zip(rows["peer_role"], rows["peer"], strict=True)],
         }
-        numbers = ("worker", "step", "read", "version", "start_s", "end_s", "bytes", "samples", "loss")
+        numbers = ("worker", "step", "read", "version", "start_s", "end_s", "bytes", "samples", "loss", "batch")
         return pd.DataFrame(names | {n: rows[n] for n in numbers})
 
 
@@ -216,7 +220,7 @@ def name(role: int, index: int) -> str:
 
 def event(row: np.void) -> Event:
     """A row of the table as an `Event`."""
-    numbers = {n: row[n].item() for n in ("worker", "step", "read", "version", "bytes", "samples", "loss")}
+    numbers = {n: row[n].item() for n in ("worker", "step", "read", "version", "bytes", "samples", "loss", "batch")}
     times = row["start_s"].item(), row["end_s"].item()
     return Event(
         KINDS[row["kind"]],

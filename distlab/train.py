@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
@@ -149,8 +150,8 @@ class LiveRun:
         counts = self._strategy.layout(self._cluster.num_workers).counts
         said: dict[str, Any] = {"num_workers": counts.get("worker") or counts.get("replica", 1)}
         said |= {"trace": trace.gather(events), "startup_s": first - self._began, "error": error}
-        names = repr(self._strategy), repr(self._cluster)
-        return run_from(*names, self._task, self._strategy.final, ending.outcomes, **said)
+        said["num_holders"] = counts.get(self._strategy.final, 0)
+        return run_from(self._strategy, repr(self._cluster), self._task, ending.outcomes, **said)
 
 
 def one_line(error: BaseException) -> str:
@@ -190,6 +191,7 @@ def start(
     *,
     num_updates: int | None = None,
     num_samples: int | None = None,
+    num_batches: Sequence[int] | None = None,
     paused: bool = False,
 ) -> LiveRun:
     """Start a run and return at once.
@@ -199,12 +201,14 @@ def start(
         num_updates: how many versions to make (collectives: common steps).
         num_samples: the other way to say how long: as many updates as it takes to use so many samples. Use
             it to compare strategies.
+        num_batches: or how many batches each worker has; one that has used up its own leaves, the others go on, and
+            the run ends with the last one.
         paused: let nothing happen before `LiveRun.step` or `LiveRun.resume` (simulated clusters only).
 
     Raises:
         TypeError, ValueError: bad input, before any process starts, with what was asked and what was got.
     """
-    job = checked(task, strategy, cluster, num_updates, num_samples)
+    job = checked(task, strategy, cluster, num_updates, num_samples, num_batches)
     return LiveRun(task, strategy, cluster, job, paused)
 
 
@@ -216,14 +220,18 @@ def train(
     *,
     num_updates: int | None = None,
     num_samples: int | None = None,
+    num_batches: Sequence[int] | None = None,
     progress: bool = True,
 ) -> Run:
     """Run to the end, with a progress bar. Arguments and errors as `start`, then those of `LiveRun.wait`."""
-    live = start(task, strategy, cluster, num_updates=num_updates, num_samples=num_samples)
+    live = start(task, strategy, cluster, num_updates=num_updates, num_samples=num_samples, num_batches=num_batches)
     return live.wait(progress=progress)
 
 
-def checked(task: Task, strategy: Strategy, cluster: Cluster, num_updates: int | None, num_samples: int | None) -> Job:
+def checked(
+    task: Task, strategy: Strategy, cluster: Cluster, num_updates: int | None, num_samples: int | None,
+    num_batches: Sequence[int] | None,
+) -> Job:  # fmt: skip
     """The job, if everything about it can be run."""
     for name, value, kind in (
         ("task", task, Task),
@@ -233,16 +241,28 @@ def checked(task: Task, strategy: Strategy, cluster: Cluster, num_updates: int |
         if not isinstance(value, kind):
             hint = f": write {value.__name__}()" if isinstance(value, type) and issubclass(value, kind) else ""
             raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}{hint}")
-    if (num_updates is None) == (num_samples is None):
-        raise ValueError("say how long: num_updates=... or num_samples=..., one of them")
+    if [num_updates, num_samples, num_batches].count(None) != 2:
+        raise ValueError("say how long: num_updates=..., num_samples=... or num_batches=..., one of them")
     strategy.check(cluster.num_workers)
     task.check()
+    strategy.check_task(task)
     if num_samples is not None:
         num_updates = strategy.num_updates(task, cluster.num_workers, check_count("num_samples", num_samples))
-    job = Job(task, check_count("num_updates", num_updates), cluster.num_workers)
+    if num_batches is not None:
+        num_batches = checked_batches(num_batches, cluster.num_workers)
+        num_updates = sum(num_batches)
+    job = Job(task, check_count("num_updates", num_updates), cluster.num_workers, num_batches)
     check_picklable("the strategy", strategy, "")
     check_picklable("the task", task, "task")
     return job
+
+
+def checked_batches(num_batches: Sequence[int], num_workers: int) -> tuple[int, ...]:
+    """How many batches each worker has, if that can be."""
+    counts = tuple(check_count("num_batches", count) for count in num_batches)
+    if len(counts) != num_workers:
+        raise ValueError(f"num_batches has {len(counts)} numbers for {num_workers} workers")
+    return counts
 
 
 def check_picklable(what: str, value: Any, path: str, depth: int = 0) -> None:

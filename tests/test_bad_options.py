@@ -47,7 +47,7 @@ def misspelt_task():
     [
         (lambda: dl.LocalCluster(num_worker=4), "LocalCluster has no option 'num_worker': did you mean 'num_workers'"),
         (lambda: dl.AsyncPS(lock="server"), "AsyncPS has no option 'lock': did you mean 'locking'"),
-        (lambda: dl.SyncPS(backups=1), "SyncPS has no option 'backups': there is none"),
+        (lambda: dl.SyncPS(backups=1), "SyncPS has no option 'backups': there is distinct, late, num_backup_workers"),
         (misspelt_task, "Task has no option 'optimiser': did you mean 'optimizer'"),
         (lambda: regression().but(batchsize=3), "Task has no option 'batchsize': did you mean 'batch_size'"),
         (lambda: dl.tasks.digits(hiden=3), "digits has no option 'hiden': did you mean 'hidden'"),
@@ -77,7 +77,11 @@ def test_misspelt_value_names_its_neighbour():
         ({"num_updates": 0}, ValueError, "num_updates must be at least 1, got 0"),
         ({"num_updates": 1.5}, TypeError, "num_updates must be a whole number, got 1.5"),
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
-        ({"num_updates": None}, ValueError, "say how long: num_updates=... or num_samples=..., one of them"),
+        (
+            {"num_updates": None},
+            ValueError,
+            "say how long: num_updates=..., num_samples=... or num_batches=..., one of them",
+        ),
         ({"num_updates": 1, "num_samples": 1}, ValueError, "say how long"),
     ],
 )

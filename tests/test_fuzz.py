@@ -4,15 +4,12 @@ import os
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from toys import FAMILY, PLAIN
 
-import distlab as dl
-from distlab.check import APPLIES, LAWS, NETWORKS, Case, report, violations
+from distlab.check import APPLIES, LAWS, NETWORKS, Case, report, sizes, violations
 from distlab.fabric.network import Change
 
-STRATEGIES = (
-    dl.SingleWorker(), dl.InGraph(), dl.AsyncPS(), dl.AsyncPS(locking="server"), dl.SyncPS(), dl.AllReduce(),
-    dl.WorkerApplies(), dl.BroadcastGradients(),
-)  # fmt: skip
+STRATEGIES = PLAIN + FAMILY
 
 
 @st.composite
@@ -30,9 +27,10 @@ def changes(draw, num_workers):
 
 @st.composite
 def cases(draw):
-    num_workers = draw(st.integers(1, 9))
+    strategy = draw(st.sampled_from(STRATEGIES))
+    num_workers = draw(st.sampled_from(sizes(strategy, range(1, 10))))
     return Case(
-        draw(st.sampled_from(STRATEGIES)),
+        strategy,
         num_workers,
         draw(st.integers(1, 25)),
         draw(st.sampled_from(LAWS)),

@@ -19,6 +19,35 @@ OPTIMIZERS = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
 }
+PLAIN = (
+    dl.SingleWorker(), dl.InGraph(), dl.AsyncPS(locking="server"), dl.SyncPS(), dl.AllReduce(), dl.WorkerApplies(),
+    dl.BroadcastGradients(),
+)  # fmt: skip
+FAMILY = (  # every option of the parameter servers, alone and with others
+    dl.AsyncPS(),
+    dl.AsyncPS(locking="tensor"),
+    dl.AsyncPS(num_servers=3),
+    dl.AsyncPS(num_servers=2, placement="greedy", locking="server"),
+    dl.AsyncPS(num_servers=4, placement="round-robin", locking="tensor"),
+    dl.AsyncPS(max_clock_gap=0),
+    dl.AsyncPS(max_clock_gap=2, num_servers=2),
+    dl.AsyncPS(apply_every=3),
+    dl.AsyncPS(apply_every=2, distinct=True),
+    dl.AsyncPS(apply_every=2, distinct=True, locking="server", num_servers=2),
+    dl.AsyncPS(apply_every=2, locking="server", max_clock_gap=1, num_servers=2),
+    dl.AsyncPS(lr_by_staleness="1/(1+s)", apply_every=2),
+    dl.AsyncPS(lr_by_staleness="1/s", num_servers=2),
+    dl.AsyncPS(compensation=dl.DelayCompensation(strength=0.1)),
+    dl.AsyncPS(compensation=dl.DelayCompensation(adaptive=True), num_servers=2, locking="server"),
+    dl.SyncPS(num_servers=3),
+    dl.SyncPS(num_backup_workers=1),
+    dl.SyncPS(num_backup_workers=2, requeue=True),
+    dl.SyncPS(num_backup_workers=1, late="cancel"),
+    dl.SyncPS(num_backup_workers=1, late="cancel", requeue=True, distinct=False),
+    dl.SyncPS(num_backup_workers=1, distinct=False),
+    dl.SyncPS(num_backup_workers=1, num_servers=2, placement="greedy"),
+    dl.SyncPS(num_backup_workers=1, semantics="tf1"),
+)
 DEADLINE_S = 60.0  # how long anything may take before a test calls it hung; nothing needs a tenth of it
 
 

@@ -75,6 +75,7 @@ class Cluster(Options, ABC):
     """
 
     num_workers: int
+    _closed = False
 
     @abstractmethod
     def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> Launched:
@@ -82,6 +83,12 @@ class Cluster(Options, ABC):
 
     def close(self) -> None:
         """End what is running. A closed cluster refuses new runs."""
+        self._closed = True
+
+    def check_open(self) -> None:
+        """Raise ClusterClosed if it has been closed."""
+        if self._closed:
+            raise ClusterClosed(f"this {type(self).__name__} was closed: make a new one")
 
     def __enter__(self) -> "Cluster":
         return self

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from distlab.clusters import process
-from distlab.clusters.base import ONLY_SIMULATED, Cluster, ClusterClosed, Ending, Launched, Sink
+from distlab.clusters.base import ONLY_SIMULATED, Cluster, Ending, Launched, Sink
 from distlab.clusters.member import Member, death, lost, rebuild, start, warm
 from distlab.clusters.process import Place
 from distlab.errors import PeerLost, ProcessLost
@@ -56,7 +56,6 @@ class LocalCluster(Cluster):
         if compute_time_s > LONGEST_S:
             raise ValueError(f"compute_time_s must be at most {LONGEST_S:g} s, got {compute_time_s:g}")
         self._runs: weakref.WeakSet[Processes] = weakref.WeakSet()
-        self._closed = False
         warm()
         atexit.register(_close, weakref.ref(self))
 
@@ -67,8 +66,9 @@ class LocalCluster(Cluster):
     def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> "Processes":
         if paused:
             raise ValueError(ONLY_SIMULATED)
-        if self._closed:
-            raise ClusterClosed("this LocalCluster was closed: make a new one")
+        if strategy.simulated_only:
+            raise ValueError(f"on real processes this cannot be had: {strategy.simulated_only}")
+        self.check_open()
         payload = process.pack(strategy, job)
         for older in list(self._runs):
             older.kill("a newer run on the same cluster")
@@ -77,7 +77,7 @@ class LocalCluster(Cluster):
         return run
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         for run in list(self._runs):
             run.kill()
 

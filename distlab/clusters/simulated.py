@@ -15,7 +15,7 @@ from distlab.fabric import Peer
 from distlab.fabric.laws import Empirical, Gamma, Law, law, positive_number
 from distlab.fabric.network import Change, Network, Nic
 from distlab.fabric.simulated import SimulatedFabric, World
-from distlab.options import check_count, nearest, options
+from distlab.options import check_count, check_positive, nearest, options
 from distlab.strategies.base import Job, Strategy
 from distlab.trace import Buffer, Recorder, Trace
 
@@ -54,7 +54,7 @@ class SimulatedCluster(Cluster):
             worker.
         network: latency and bandwidth of every NIC.
         apply_time: how long one apply takes its server, client or worker; None: no time.
-        dispatch_time: how long the in-graph client takes to cut and hand out one batch; None: no time.
+        dispatch_time: how long the in-graph client takes to hand one replica its part; None: no time.
         seed: of all times that are drawn. The task's own seed is another one.
         gradients: "real" computes them; "none" computes nothing, for pure timing: the parameters stay as they are.
 
@@ -105,6 +105,8 @@ class SimulatedCluster(Cluster):
         """
         from distlab.reports import timing
 
+        if not isinstance(getattr(run, "trace", None), Trace):
+            raise TypeError(f"like takes a run, got {run!r}")
         times = timing(run.trace, run.num_workers)
         sizes = run.trace.rows["bytes"][run.trace.rows["bytes"] > 0]
         rate = float(sizes.mean()) / times.busy_s if times.busy_s else math.inf
@@ -122,7 +124,7 @@ class SimulatedCluster(Cluster):
 
     @options
     def slow(self, *, worker: int, factor: float, from_s: float = 0.0, to_s: float = math.inf) -> "SimulatedCluster":
-        """Computing takes this worker `factor` times as long, from and to a moment, or for good."""
+        """Computing takes this worker `factor` times as long: each gradient that it begins from a moment to another."""
         return self.changed(Change("slow", worker, from_s, to_s, factor))
 
     def throttle(
@@ -150,13 +152,15 @@ class SimulatedCluster(Cluster):
             positive_number(name, seconds)
         if not 0 <= change.from_s < math.inf or not change.to_s > change.from_s:
             raise ValueError(f"a scenario goes from 0 s or later to a later time, got {change.from_s} to {change.to_s}")
-        if not 0 < positive_number("factor", change.factor) < math.inf:
-            raise ValueError(f"factor must be positive and finite, got {change.factor}")
+        check_positive("factor", change.factor)
+        if change.kind == "throttle" and change.factor > 1:
+            raise ValueError(f"factor must be at most 1, the whole bandwidth, got {change.factor}")
         other = SimulatedCluster(self.num_workers)
         other._settings = replace(self._settings, changes=(*self._settings.changes, change))
         return other
 
     def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> "SimulatedRun":
+        self.check_open()
         return SimulatedRun(lambda: self.build(strategy, job, sink), strategy, job, paused)
 
     def laws(self, me: Peer) -> dict[str, Law]:
@@ -193,8 +197,9 @@ class SimulatedCluster(Cluster):
 
 
 def _laws(compute: Any, num_workers: int) -> tuple[Law, ...]:
-    if not isinstance(compute, Sequence):
+    if isinstance(compute, (str, Law)) or not hasattr(compute, "__len__"):
         return (law(compute),) * num_workers
+    compute = list(compute)
     if len(compute) != num_workers:
         raise ValueError(f"compute has {len(compute)} laws for {num_workers} workers")
     return tuple(law(one) for one in compute)

@@ -3,12 +3,13 @@
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from torch import Tensor
 
 from distlab.clusters.base import Ending, Launched
-from distlab.errors import ProcessLost
+from distlab.errors import ProcessLost, RemoteError
 from distlab.fabric import Peer
 from distlab.fabric.simulated import SimulatedFabric, World
 from distlab.options import check_count
@@ -101,6 +102,20 @@ class SimulatedRun(Launched):
             for change in node.changes:
                 if change.kind == "kill":
                     world.at(change.from_s, lambda _, node=node: self._kill(node))  # type: ignore[misc]
+        try:
+            self._let_happen(world)
+        finally:
+            self._flush()
+        if self._killed:
+            raise ProcessLost(f"the run was ended at {world.env.now:.6g} s by {self._killed}")
+        if world.failure is not None:
+            me, error = world.failure
+            if not isinstance(error, Exception):  # SystemExit in user code must not end the caller
+                error = RemoteError("".join(traceback.format_exception_only(error)).strip())
+            error.add_note(f"raised on {me} at {world.env.now:.6g} s of virtual time")
+            raise error
+
+    def _let_happen(self, world: World) -> None:
         told_s = time.monotonic()
         while not world.over and not self._killed:
             if self._allowed < math.inf or self._orders:
@@ -111,13 +126,6 @@ class SimulatedRun(Launched):
             if not self._killed:
                 world.step()
                 self.events += 1
-        self._flush()
-        if self._killed:
-            raise ProcessLost(f"the run was ended at {world.env.now:.6g} s by {self._killed}")
-        if world.failure is not None:
-            me, error = world.failure
-            error.add_note(f"raised on {me} at {world.env.now:.6g} s of virtual time")
-            raise error
 
     def _program(self, me: Peer, node: SimulatedFabric) -> None:
         self._ending.outcomes[me] = self._strategy.run(node, self._job)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from distlab.flat import Flat
+from distlab.flat import Vector
 from distlab.trace import Recorder
 
 ALWAYS = object()  # for `Fabric.timed`: to be done even where nothing is computed, because messages depend on it
@@ -39,6 +39,7 @@ class Kind(IntEnum):
     PULL = 2  # worker to server: send me parameters
     PUSH = 3  # worker to server: here is a gradient
     PARAMS = 4  # server to worker: parameters of a version
+    DROPPED = 12  # the same, and the news that the gradient which it answers was not used
     GRADIENT = 5  # server to worker, or replica to client: a gradient
     STORE = 6  # worker to server: parameters that the worker has changed itself
     STOP = 7  # the run is over
@@ -111,6 +112,7 @@ class Timed:
     value: Any
     start_s: float
     end_s: float
+    cancelled: bool = False
 
 
 @dataclass
@@ -133,7 +135,7 @@ class Fabric(ABC):
     record: Recorder
     stopping: bool = field(default=False, init=False)
     step: int = field(default=-1, init=False)
-    flat: Flat | None = field(default=None, init=False)
+    flat: Vector | None = field(default=None, init=False)
 
     @abstractmethod
     def now(self) -> float:
@@ -164,8 +166,10 @@ class Fabric(ABC):
         """Wait until `condition` holds: `what` says so in words. It must read only what is changed inside a `lock`."""
 
     @abstractmethod
-    def timed(self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None) -> Timed:
+    def timed(
+        self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None
+    ) -> Timed:
         """Do `function` and say when. The one door for user code and for work that takes time: a simulated world
         charges its law for `kind` ("compute", "load", "apply", "dispatch", "loss"), a real one measures; `share`
         says which part of a whole gradient this is. A world that computes nothing returns `idle`, unless that is
-        ALWAYS."""
+        ALWAYS. It is cancelled, in a simulated world, when a message comes on the link `unless` before it is done."""

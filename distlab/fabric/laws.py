@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,10 @@ class Empirical(Law):
     times_s: Sequence[float]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "times_s", tuple(float(t) for t in self.times_s))
+        try:
+            object.__setattr__(self, "times_s", tuple(float(t) for t in self.times_s))
+        except (TypeError, ValueError):
+            raise TypeError(f"Empirical needs a list of times in seconds, got {self.times_s!r}") from None
         if not self.times_s or not all(0 <= t < math.inf for t in self.times_s):
             raise ValueError("Empirical needs at least one time, all of them finite and not negative")
 
@@ -124,7 +128,7 @@ class Empirical(Law):
 
 def positive_number(name: str, value: object) -> float:
     """`value` if it is a number; TypeError that names it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     return float(value)
 

@@ -169,7 +169,7 @@ class SimulatedLink(Link):
         """Let whoever waits for this link look again."""
         if self.waiter is not None:
             waiter, self.waiter = self.waiter, None
-            waiter.resume(None)
+            waiter.resume(waiter.pending)
 
     def recv(self) -> Message:
         self.node.check_alive()
@@ -208,6 +208,21 @@ class Lock:
         self._node.wake()
 
 
+def drawn(law: Law, rng: np.random.Generator) -> float:
+    """A time from `law`; ValueError that names it where it is none."""
+    try:
+        return finite(law.sample(rng), law)
+    except OverflowError:
+        return finite(math.inf, law)
+
+
+def finite(seconds: float, source: object) -> float:
+    """`seconds`, if a clock can show it."""
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{source} gave a time of {seconds} s")
+    return seconds
+
+
 class SimulatedFabric(Fabric):
     """One process of a simulated run.
 
@@ -232,7 +247,7 @@ class SimulatedFabric(Fabric):
         self._links: dict[Peer, SimulatedLink] = {}
         self._locks: dict[str, Lock] = {}
         self._waiting: list[tuple[Callable[[], bool], simpy.Event]] = []
-        self._unit = 0.0, 0.0  # a gradient that is computed in parts: its time, the share that is left
+        self._units: dict[Any, tuple[float, float]] = {}  # work that is done in parts: its time, the share left
 
     def now(self) -> float:
         return self.world.env.now
@@ -283,26 +298,44 @@ class SimulatedFabric(Fabric):
             for event in ready:
                 event.succeed()
 
-    def timed(self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None) -> Timed:
+    def timed(
+        self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None
+    ) -> Timed:
         start, seconds = self.now(), self._seconds(kind, share)
-        if seconds:
+        if unless is not None and self._interrupted(unless, seconds):
+            return Timed(None, start, self.now(), cancelled=True)
+        if unless is None and seconds:
             self.block(self.world.env.timeout(seconds), f"its own {kind}")
         skip = self.world.hollow and idle is not ALWAYS
         value = idle if skip else self.randomness.around(kind, function)  # at the end: what it changes, and
         return Timed(value, start, self.now())  # what its caller says about that, then happen at one moment
 
+    def _interrupted(self, link: Link, seconds: float) -> bool:
+        """Let so much time pass, or less if there is a message; was there one?"""
+        assert isinstance(link, SimulatedLink)
+        done = self.now() + seconds
+        if not link.inbox:
+            link.waiter = self.world.current
+            self.block(self.world.env.timeout(seconds), "its own compute")
+            link.waiter = None
+        return bool(link.inbox) and self.now() < done
+
     def _seconds(self, kind: str, share: float) -> float:
         law = self.laws.get(kind)
         if law is None:
             return 0.0
-        whole, left = self._unit
-        if share == 1.0 or left <= 1e-9:
-            whole, left = law.sample(self.rng), 1.0
-        self._unit = (whole, left - share)
+        if share == 1.0:
+            whole = drawn(law, self.rng)
+        else:
+            who = self.world.current, kind
+            whole, left = self._units.pop(who, (0.0, 0.0))
+            if left <= 1e-9:
+                whole, left = drawn(law, self.rng), 1.0
+            self._units[who] = whole, left - share
         if not self.changes:
             return whole * share
         slower = [c.factor for c in self.changes if c.kind == "slow" and kind == "compute" and c.holds(self.now())]
-        return whole * share * math.prod(slower)
+        return finite(whole * share * math.prod(slower), self.changes)
 
     def kill(self) -> None:
         """What SIGKILL does: its tasks end where they stand, its links close, what it has not sent is gone."""

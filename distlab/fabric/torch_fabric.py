@@ -187,7 +187,10 @@ class TorchFabric(Fabric):
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def timed(self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None) -> Timed:
+    def timed(
+        self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None
+    ) -> Timed:
+        assert unless is None, "a real computation cannot be cancelled"
         start = self.now()
         value = function()
         if kind == "compute" and self._pad_s:

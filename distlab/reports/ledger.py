@@ -1,8 +1,9 @@
 """The ledger: what became of every gradient and of every sample.
 
-Each gradient that a worker began to compute ends as exactly one of: applied at a version, dropped, unused (it came,
-or was still under way, when the run was over), or lost with its worker. The sums balance in every run; if they did
-not, somebody would have trained on a gradient twice, or on nothing.
+Each gradient that a worker began to compute ends as exactly one of: applied at a version, dropped (it came too late),
+cancelled (stopped before it was computed), unused (it came, or was still under way, when the run was over), lost with
+its worker; or split, where several servers hold a shard each and not all did the same with theirs. The sums balance in
+every run; if they did not, somebody would have trained on a gradient twice, or on nothing.
 """
 
 from dataclasses import dataclass
@@ -12,24 +13,28 @@ import numpy as np
 
 from distlab.data import Stream
 from distlab.task import Task
-from distlab.trace import Trace
+from distlab.trace import ROLES, Trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FATES = ("applied", "dropped", "unused", "lost")
-FATE_OF = {"apply": "applied", "drop": "dropped", "unused": "unused"}
+FATES = ("applied", "split", "dropped", "cancelled", "unused", "lost")
+FATE_OF = {"apply": "applied", "drop": "dropped", "unused": "unused", "cancel": "cancelled"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One gradient: whose, computed at which step, and what became of it. `version` is -1 unless it was applied."""
+    """One gradient: whose, computed at which step on which of its batches, and what became of it.
+
+    `version` is the one that server 0, or whoever else applied it, made of it; -1 if there is none.
+    """
 
     worker: int
     step: int
     samples: int
     fate: str
     version: int = -1
+    batch: int = -1
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Ledger:
         """A row per worker, a column per fate."""
         import pandas as pd
 
-        rows = pd.DataFrame([vars(e) for e in self.entries], columns=["worker", "step", "samples", "fate", "version"])
+        rows = pd.DataFrame([vars(e) for e in self.entries], columns=list(Entry.__annotations__))
         counts = rows.groupby(["worker", "fate"]).size().unstack(fill_value=0)
         return counts.reindex(columns=list(FATES), fill_value=0)
 
@@ -77,7 +82,7 @@ def ledger(trace: Trace) -> Ledger:
     >>> ledger(Trace(rows))
     Ledger(2 gradients: 1 applied, 1 unused)
     """
-    computed = unique(trace.select("compute"))
+    computed = unique(np.concatenate([trace.select("compute"), trace.select("cancel")]))
     dead = set(trace.select("death")["worker"].tolist())
     fates, problems = outcomes(trace)
     missing = sorted(set(fates) - set(computed))
@@ -86,32 +91,44 @@ def ledger(trace: Trace) -> Ledger:
     vanished = sorted((w, s) for w, s in set(computed) - set(fates) if s < latest[w])
     problems += [f"worker {w}'s gradient of step {s} vanished: it was neither used nor refused" for w, s in vanished]
     entries = []
-    for (worker, step), samples in sorted(computed.items()):
+    for (worker, step), (samples, batch) in sorted(computed.items()):
         fate, version, said = fates.get((worker, step), ("lost" if worker in dead else "unused", -1, samples))
-        entries.append(Entry(worker, step, max(samples, said), fate, version))
+        if 0 < samples != said:
+            problems.append(f"worker {worker}'s gradient of step {step} held {samples} samples, then {said}")
+        entries.append(Entry(worker, step, max(samples, said), fate, version, batch if batch >= 0 else step))
     return Ledger(tuple(entries), tuple(problems))
 
 
-def unique(rows: np.ndarray) -> dict[tuple[int, int], int]:
-    """(worker, step) -> samples; a gradient that was computed in parts counts once."""
-    found: dict[tuple[int, int], int] = {}
-    for worker, step, samples in rows[["worker", "step", "samples"]].tolist():
-        found[worker, step] = max(samples, found.get((worker, step), 0))
+def unique(rows: np.ndarray) -> dict[tuple[int, int], tuple[int, int]]:
+    """(worker, step) -> samples and batch; a gradient that was computed in parts counts once."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for worker, step, samples, batch in rows[["worker", "step", "samples", "batch"]].tolist():
+        found[worker, step] = max((samples, batch), found.get((worker, step), (0, -1)))
     return found
 
 
 def outcomes(trace: Trace) -> tuple[dict[tuple[int, int], tuple[str, int, int]], list[str]]:
     """(worker, step) -> (fate, version, samples), and what contradicts itself."""
-    fates: dict[tuple[int, int], tuple[str, int, int]] = {}
+    found: dict[tuple[int, int], dict[int, tuple[str, int, int]]] = {}
     problems: list[str] = []
+    server = ROLES.index("server")
     for kind, fate in FATE_OF.items():
-        for row in trace.select(kind)[["worker", "step", "version", "samples"]].tolist():
-            worker, step, version, samples = row
+        for row in trace.select(kind)[["role", "index", "worker", "step", "version", "samples"]].tolist():
+            role, index, worker, step, version, samples = row
             ending = (fate, version if fate == "applied" else -1, samples)
-            before = fates.setdefault((worker, step), ending)
+            before = found.setdefault((worker, step), {}).setdefault(index if role == server else 0, ending)
             if before[:2] != ending[:2]:
                 problems.append(f"worker {worker}'s gradient of step {step} was {before[0]}, then {fate}")
-    return fates, problems
+    num_servers = len({place for places in found.values() for place in places})
+    return {key: together(places, num_servers) for key, places in found.items()}, problems
+
+
+def together(places: dict[int, tuple[str, int, int]], num_servers: int) -> tuple[str, int, int]:
+    """What became of a gradient on all servers: a server that has not said anything never got its part."""
+    fates = {fate for fate, _, _ in places.values()} | ({"unused"} if len(places) < num_servers else set())
+    fate, version, samples = next(iter(places.values()))
+    version = places[0][1] if 0 in places else -1
+    return fate if len(fates) == 1 else "split", version, samples
 
 
 def sample_counts(book: Ledger, task: Task, num_workers: int) -> dict[str, np.ndarray]:
@@ -120,10 +137,10 @@ def sample_counts(book: Ledger, task: Task, num_workers: int) -> dict[str, np.nd
     Args:
         num_workers: how many the stream of samples was dealt to (1 for `SingleWorker`).
 
-    Returns: fate -> (num_samples,) counts. Their sum over fates says how often a sample was computed on.
+    Returns: fate -> (num_samples,) counts. Their sum over fates says how often a sample was handed out.
     """
     counts = {fate: np.zeros(task.num_samples, int) for fate in FATES}
     for entry in book.entries:
         whose = {"index": entry.worker, "num_workers": num_workers, "batch_size": task.batch_size, "seed": task.seed}
-        np.add.at(counts[entry.fate], Stream(task.train, **whose).indices(entry.step).numpy(), 1)
+        np.add.at(counts[entry.fate], Stream(task.train, **whose).indices(entry.batch).numpy(), 1)
     return counts

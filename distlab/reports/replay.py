@@ -6,7 +6,8 @@ applying them in the same order must give the same parameters, to the last bit. 
 only a tape, it can be edited: another learning rate, a worker left out, the same arrivals.
 """
 
-from collections import defaultdict
+import copy
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,16 @@ from torch import Tensor, nn
 
 from distlab.collectives import serial_all_reduce
 from distlab.data import Stream, pieces
-from distlab.flat import Flat, local_state
+from distlab.flat import Flat, Vector, local_state
+from distlab.options import check_positive
 from distlab.randomness import Randomness, undisturbed
 from distlab.roles.updater import Lane
-from distlab.strategies.base import model_of
+from distlab.roles.worker import Computer
+from distlab.rules import MEAN, Rule
+from distlab.shards import Shard
+from distlab.strategies.base import ParameterServerStrategy, Strategy, model_of
 from distlab.task import Task, pair
-from distlab.trace import Trace
+from distlab.trace import ROLES, Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,29 +59,38 @@ class Replay:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the tape: a version, and the gradients that made it, as (worker, step, read)."""
+    """One line of the tape: a server's version, and the gradients that made it, as (worker, step, read).
 
+    Without servers, or with one, the server is 0.
+    """
+
+    server: int
     version: int
     gradients: tuple[tuple[int, int, int], ...]
 
 
 def tape(trace: Trace) -> list[Line]:
     """The updates of a trace, in order."""
-    lines: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)
-    for version, worker, step, read in trace.select("apply")[["version", "worker", "step", "read"]].tolist():
-        lines[version].setdefault((worker, step), read)
-    return [Line(v, tuple((w, s, r) for (w, s), r in sorted(lines[v].items()))) for v in sorted(lines)]
+    lines: dict[tuple[int, int], dict[tuple[int, int], int]] = defaultdict(dict)
+    names, server = ["role", "index", "version", "worker", "step", "read"], ROLES.index("server")
+    for role, index, version, worker, step, read in trace.select("apply")[names].tolist():
+        lines[index if role == server else 0, version].setdefault((worker, step), read)
+    made = [Line(*key, tuple((w, s, r) for (w, s), r in sorted(held.items()))) for key, held in lines.items()]
+    single = len({line.server for line in made}) == 1  # one server's versions are in order, whatever clocks say
+    return sorted(made, key=lambda line: line.version) if single else made
 
 
 def replay(
-    trace: Trace, task: Task, *, num_workers: int, lr: float | None = None, without_worker: int | None = None
-) -> Replay:
+    trace: Trace, task: Task, strategy: Strategy, *, num_workers: int, lr: float | None = None,
+    without_worker: int | None = None,
+) -> Replay:  # fmt: skip
     """Do a run again from its trace, serially.
 
     Unedited, it ends at the run's parameters bit for bit, if every read was of whole versions: any simulated run,
-    and real ones but `AsyncPS(locking="none")`, whose races no tape records.
+    and real ones but those of `AsyncPS` with locking "none" or "tensor", whose races no tape records.
 
     Args:
+        strategy: the run's, for its rule and its shards.
         num_workers: how many the stream of samples was dealt to.
         lr: another learning rate, for the same arrivals.
         without_worker: leave this worker's gradients out; the others arrive as they did.
@@ -88,56 +102,86 @@ def replay(
     lines = tape(trace)
     if not lines:
         raise ValueError("this trace holds no update: there is nothing to replay")
-    if lr is not None and not 0 < lr < float("inf"):
-        raise ValueError(f"lr must be positive and finite, got {lr}")
+    if np.isnan(trace.select("apply")["loss"]).all():
+        raise ValueError('nothing was computed in this run (gradients="none"): there is nothing to replay')
+    if lr is not None:
+        check_positive("lr", lr)
     authors = {worker for line in lines for worker, _, _ in line.gradients}
     if without_worker is not None and without_worker not in authors:
         raise ValueError(f"without_worker={without_worker!r}: this tape has gradients of workers {sorted(authors)}")
     with undisturbed():
-        player = Player(trace, task, num_workers, lr)
+        player = Player(trace, task, strategy, num_workers, lr)
         losses = {}
-        for line in lines:
+        for number, line in enumerate(lines):
             kept = [g for g in line.gradients if g[0] != without_worker]
-            losses[line.version] = player.play(line.version, kept)
+            loss = player.play(number, line, kept)
+            if line.server == 0:
+                losses[line.version] = loss
         player.finish()
-    return Replay(task, player.latest.clone(), losses, player.local)
+    return Replay(task, player.params, losses, player.local)
+
+
+class Holder:
+    """One server of the tape, or whoever applies: its parameters, optimizer and rule, and the versions still read."""
+
+    def __init__(self, vector: Vector, shard: Shard, lane: Lane, rule: Rule) -> None:
+        self.latest, self.shard, self.lane, self.rule = vector.params, shard, lane, copy.deepcopy(rule)
+        self.versions = {0: vector.params.clone()}
+        self.applied = 0
 
 
 class Player:
-    """Plays a tape: the versions that are still read, and every worker's model, buffers and random numbers."""
+    """Plays a tape: who holds parameters, and every worker's model, buffers and random numbers."""
 
-    def __init__(self, trace: Trace, task: Task, num_workers: int, lr: float | None) -> None:
+    def __init__(self, trace: Trace, task: Task, strategy: Strategy, num_workers: int, lr: float | None) -> None:
         self.task, self.num_workers, self.lr = task, num_workers, lr
-        self.flat = Flat(task.build())
-        self.lane = self._lane(self.flat)
-        self.applied = 0
-        self.latest = self.flat.params
-        self.versions = {0: self.flat.params.clone()}
+        self.flat, self.rule = Flat(task.build()), MEAN
+        whole = Shard(((0, self.flat.size),), tuple(self.flat.shapes), self.flat.dtype)
+        shards = [whole]
+        if isinstance(strategy, ParameterServerStrategy):
+            self.rule, shards = strategy.rule, strategy.cut(task, self.flat)
+        self.holders = [self._holder(shard) for shard in shards]
         self.workers: dict[int, Computer] = {}
+        self.random: dict[int, Randomness] = {}
         self.own_lanes: dict[int, Lane] = {}
-        self.computes = reads(trace)
-        self.last_use = last_uses(tape(trace), self.computes)
+        self.client = Randomness(self._computer(0).seed)  # a client draws what worker 0 would
+        self.computes = reads(trace, len(shards))
+        self.at = dict.fromkeys(self.computes, 0)  # how many of its gradients each worker has computed
+        lines = tape(trace)
+        self.done: dict[tuple[int, int], tuple[Tensor, float]] = {}
+        self.uses = Counter((w, s) for line in lines for w, s, _ in line.gradients)
+        self.last_use = last_uses(lines, self.computes)
         has = {kind: len(trace.select(kind)) > 0 for kind in ("dispatch", "store", "reduce")}
-        self.rule = self._client if has["dispatch"] else self._worker if has["store"] else self._mean
+        self.make = self._client if has["dispatch"] else self._worker if has["store"] else self._mean
         self.sums_in_a_ring = has["reduce"]
 
-    def play(self, version: int, gradients: list[tuple[int, int, int]]) -> float:
-        """Make `version` from `gradients` (worker, step, read); returns their mean loss, nan if there are none."""
-        loss = float("nan")
+    def play(self, number: int, line: Line, gradients: list[tuple[int, int, int]]) -> float:
+        """Make the version of line `number` from `gradients`; returns their mean loss, nan if there are none."""
+        loss, holder = float("nan"), self.holders[line.server]
         if gradients:
-            loss = self.rule(gradients)
-            self.applied += 1
-        self.versions[version] = self.latest.clone()
-        for old in [v for v in self.versions if self.last_use.get(v, -1) <= version and v != version]:
-            del self.versions[old]
+            loss = self.make(line, gradients)
+            holder.applied += 1
+        holder.versions[line.version] = holder.latest.clone()
+        for server, other in enumerate(self.holders):
+            newest = max(other.versions)
+            for old in [v for v in other.versions if v < newest and self.last_use.get((server, v), -1) <= number]:
+                del other.versions[old]
         return loss
 
     def finish(self) -> None:
         """What the chief computed and nobody used still moved its buffers."""
-        chief = min(self.computes)
-        last = max(self.computes[chief], default=-1)
-        if self.rule != self._client and self._computer(chief).step <= last:
-            self._gradient(chief, last, self.computes[chief][last])
+        if self.make != self._client:
+            chief = min(self.computes)
+            for step in sorted(self.computes[chief])[self.at[chief] :]:
+                self._next(chief, step)
+
+    @property
+    def params(self) -> Tensor:
+        """(size,) all parameters, as they are."""
+        whole = torch.zeros_like(self.flat.params)
+        for holder in self.holders:
+            holder.shard.put(holder.latest, whole)
+        return whole
 
     @property
     def local(self) -> dict[str, Tensor]:
@@ -145,127 +189,136 @@ class Player:
         chief = self.workers[min(self.workers)].model if self.workers else self.task.build()
         return {name: tensor.clone() for name, tensor in local_state(chief).items()}
 
-    def _mean(self, gradients: list[tuple[int, int, int]]) -> float:
-        done = [self._gradient(*g) for g in gradients]
-        values = [values for values, _ in done]
-        if len(values) == 1:
-            mean = values[0]
-        elif self.sums_in_a_ring:
-            mean = serial_all_reduce(values).div_(len(values))
-        else:
-            mean = torch.stack([v[: self.flat.size] for v in values]).mean(0)
-        self._step(self.lane, mean[: self.flat.size], self.applied)
+    def _mean(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
+        """Whoever holds the parameters applied the gradients by its rule: their mean, if it has no other."""
+        holder = self.holders[line.server]
+        done = [self._gradient(worker, step) for worker, step, _ in gradients]
+        values = [holder.shard.take(values) for values, _ in done]
+        ages = [line.version - 1 - read for *_, read in gradients]
+        old = [holder.versions[read] for *_, read in gradients]
+        mean, factor = holder.rule.combine(values, ages, old, holder.latest)
+        if self.sums_in_a_ring:
+            mean = self._ring({g[0]: message for g, (message, _) in zip(gradients, done, strict=True)})
+        self._step(holder.lane, mean, holder.applied, factor)
         return float(np.mean([loss for _, loss in done]))
 
-    def _worker(self, gradients: list[tuple[int, int, int]]) -> float:
+    def _ring(self, messages: dict[int, Tensor]) -> Tensor:
+        """The mean, summed in the order of a ring; a worker whose data was used up sent zeros."""
+        zeros = torch.zeros_like(next(iter(messages.values())))
+        ring = [messages.get(worker, zeros).clone() for worker in range(self.num_workers)]
+        return serial_all_reduce(ring).div_(len(messages))[: self.flat.size]
+
+    def _worker(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """A worker applied it to what it had read, and wrote that back."""
         (worker, step, read), *_ = gradients
-        values, loss = self._gradient(worker, step, read)
+        values, loss = self._gradient(worker, step)
         flat = self._computer(worker).flat
         lane = self.own_lanes.setdefault(worker, self._lane(flat))
+        flat.params.copy_(self.holders[0].versions[read])
         self._step(lane, values[: flat.size], read)
-        self.latest = flat.params.clone()
+        self.holders[0].latest = flat.params.clone()
         return loss
 
-    def _client(self, gradients: list[tuple[int, int, int]]) -> float:
+    def _client(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """The client cut one batch, and backward at the gather."""
         step, read = gradients[0][1:]
+        holder = self.holders[0]
         whole = Stream(self.task.train, batch_size=self.task.batch_size * self.num_workers, seed=self.task.seed)
-        batch = whole.batch(step)
+        batch = self.client.around("load", lambda: whole.batch(step))
         parts = pieces(pair(batch)[0], self.num_workers)
         computers = [self._computer(i) for i in range(len(parts))]
-        outputs = [c.forward(self.versions[read], part) for c, part in zip(computers, parts, strict=True)]
+        outputs = [self._forward(c, holder.versions[read], part) for c, part in zip(computers, parts, strict=True)]
         gathered = torch.cat([o.detach() for o in outputs]).requires_grad_()
         loss = self.task.loss_of(gathered, batch)
         grads = torch.autograd.grad(loss, gathered)[0].split([len(o) for o in outputs])
-        values = [c.backward(o, g) for c, o, g in zip(computers, outputs, grads, strict=True)]
-        self._step(self.lane, torch.stack(values).sum(0), self.applied)
+        values = [self._backward(c, o, g) for c, o, g in zip(computers, outputs, grads, strict=True)]
+        self._step(holder.lane, torch.stack(values).sum(0), holder.applied)
         return loss.item()
 
-    def _gradient(self, worker: int, step: int, read: int) -> tuple[Tensor, float]:
-        """A worker's gradient of `step`, after all of its earlier ones: each draws random numbers, moves buffers."""
-        computer, done = self._computer(worker), None
-        while computer.step <= step:
-            at = self.computes[worker][computer.step]
-            if at not in self.versions:
-                raise ValueError(f"worker {worker} read version {at} at step {computer.step}: not on this tape")
-            done = computer.gradient(self.versions[at])
-        assert done is not None, f"worker {worker}'s gradient of step {step} is on the tape twice"
-        return done
+    def _gradient(self, worker: int, step: int) -> tuple[Tensor, float]:
+        """A worker's gradient (size + tail,) of `step` and its loss. All of its earlier ones are computed before: each
+        draws random numbers and moves buffers."""
+        while (worker, step) not in self.done:
+            steps = sorted(self.computes[worker])
+            assert self.at[worker] < len(steps), f"worker {worker}'s gradient of step {step} was never computed"
+            self._next(worker, steps[self.at[worker]])
+        self.uses[worker, step] -= 1
+        return self.done[worker, step] if self.uses[worker, step] else self.done.pop((worker, step))
 
-    def _step(self, lane: Lane, mean: Tensor, version: int) -> None:
-        lane.step(mean, self.task.lr_schedule(version) if self.task.lr_schedule else 1.0)
+    def _next(self, worker: int, step: int) -> None:
+        computer, (versions, batch) = self._computer(worker), self.computes[worker][step]
+        params = torch.zeros_like(self.flat.params)
+        for holder, version in zip(self.holders, versions, strict=True):
+            if version not in holder.versions:
+                raise ValueError(f"worker {worker} read version {version} at step {step}: not on this tape")
+            holder.shard.put(holder.versions[version], params)
 
-    def _lane(self, flat: Flat) -> Lane:
+        def backward() -> float:
+            return computer.backward(params, computer.stream.batch(batch))
+
+        loss = self.random[worker].around("compute", backward)
+        self.at[worker] += 1
+        if self.uses[worker, step]:
+            self.done[worker, step] = computer.flat.message.clone(), loss
+
+    def _forward(self, computer: Computer, params: Tensor, inputs: Any) -> Tensor:
+        """A replica's outputs."""
+        computer.flat.params.copy_(params)
+        forward = lambda: self.task.outputs(computer.model, (inputs, None))  # noqa: E731
+        return self.random[computer.index].around("compute", forward)
+
+    def _backward(self, computer: Computer, outputs: Tensor, gradient: Tensor) -> Tensor:
+        """A replica's gradient (size,)."""
+        computer.flat.grads.zero_()
+        self.random[computer.index].around("compute", lambda: outputs.backward(gradient))
+        return computer.flat.grads.clone()
+
+    def _step(self, lane: Lane, mean: Tensor, version: int, factor: float = 1.0) -> None:
+        lane.step(mean, factor * (self.task.lr_schedule(version) if self.task.lr_schedule else 1.0))
+
+    def _holder(self, shard: Shard) -> Holder:
+        vector = Vector(shard.shapes, shard.dtype)
+        vector.params.copy_(shard.take(self.flat.params))
+        return Holder(vector, shard, self._lane(vector), self.rule)
+
+    def _lane(self, flat: Vector) -> Lane:
         lane = Lane(self.task, flat, None)
         if self.lr is not None:
             lane.rates = [self.lr] * len(lane.rates)
         return lane
 
-    def _computer(self, worker: int) -> "Computer":
+    def _computer(self, worker: int) -> Computer:
         if worker not in self.workers:
-            self.workers[worker] = Computer(self.task, worker, self.num_workers)
+            part = {"index": worker, "num_workers": self.num_workers, "batch_size": self.task.batch_size}
+            self.workers[worker] = Computer(self.task, **part)
+            self.random[worker] = Randomness(self.workers[worker].seed)
         return self.workers[worker]
 
 
-class Computer:
-    """A worker of the tape: its model, its samples, its random numbers."""
-
-    def __init__(self, task: Task, index: int, num_workers: int) -> None:
-        self.task, self.step = task, 0
-        self.model = task.build()
-        self.model.train()
-        self.flat = Flat(self.model)
-        self.stream = Stream(
-            task.train, batch_size=task.batch_size, index=index, num_workers=num_workers, seed=task.seed
-        )
-        self.randomness = Randomness(task.seed * 1_000_003 + index)
-
-    def gradient(self, params: Tensor) -> tuple[Tensor, float]:
-        """The next gradient (size + tail,) at `params`, and its loss."""
-        self.flat.params.copy_(params)
-        loss = self.randomness.around("compute", self._backward)
-        self.step += 1
-        return self.flat.message.clone(), loss
-
-    def _backward(self) -> float:
-        batch = self.stream.batch(self.step)
-        self.flat.grads.zero_()
-        loss = self.task.loss_of(self.task.outputs(self.model, batch), batch)
-        loss.backward()
-        return loss.item()
-
-    def forward(self, params: Tensor, inputs: Any) -> Tensor:
-        """A replica's outputs."""
-        self.flat.params.copy_(params)
-        return self.randomness.around("compute", lambda: self.task.outputs(self.model, (inputs, None)))
-
-    def backward(self, outputs: Tensor, gradient: Tensor) -> Tensor:
-        """A replica's gradient (size,)."""
-        self.flat.grads.zero_()
-        self.randomness.around("compute", lambda: outputs.backward(gradient))
-        return self.flat.grads.clone()
-
-
-def reads(trace: Trace) -> dict[int, dict[int, int]]:
-    """worker -> step -> the version that this gradient was computed at."""
-    found: dict[int, dict[int, int]] = defaultdict(dict)
-    for worker, step, read in trace.select("compute")[["worker", "step", "read"]].tolist():
-        found[worker][step] = read
+def reads(trace: Trace, num_servers: int) -> dict[int, dict[int, tuple[tuple[int, ...], int]]]:
+    """worker -> step -> the version of each server that this gradient was computed at, and its batch."""
+    found: dict[int, dict[int, tuple[tuple[int, ...], int]]] = defaultdict(dict)
+    pulled: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # what came before a worker's step
+    if num_servers > 1:
+        for worker, step, server, version in trace.select("pull")[["worker", "step", "peer", "version"]].tolist():
+            pulled[worker, step + 1][server] = version
+    for worker, step, read, batch in trace.select("compute")[["worker", "step", "read", "batch"]].tolist():
+        versions = tuple(pulled[worker, step][server] for server in range(num_servers)) if num_servers > 1 else (read,)
+        found[worker][step] = versions, batch if batch >= 0 else step
     return found
 
 
-def last_uses(lines: list[Line], computes: dict[int, dict[int, int]]) -> dict[int, int]:
-    """version -> the last version whose making needs it: a gradient is computed when its worker's next one is."""
-    uses: dict[int, int] = defaultdict(int)
-    done: dict[int, int] = defaultdict(int)
-    for line in lines:
-        for worker, step, _ in line.gradients:
-            for earlier in range(done[worker], step + 1):
-                read = computes[worker].get(earlier, -1)
-                uses[read] = max(uses[read], line.version)
-            done[worker] = step + 1
-    chief = min(computes, default=0)
-    for step in set(computes[chief]) - set(range(done[chief])):
-        uses[computes[chief][step]] = lines[-1].version + 1
+def last_uses(lines: list[Line], computes: dict[int, dict[int, tuple[tuple[int, ...], int]]]) -> dict[Any, int]:
+    """(server, version) -> the last line that needs it: a gradient is computed when its worker's next one is."""
+    uses: dict[tuple[int, int], int] = {}
+    waiting = {worker: sorted(steps) for worker, steps in computes.items()}
+    for number, line in enumerate(lines):
+        for worker, step, read in line.gradients:
+            uses[line.server, read] = number
+            while waiting.get(worker) and waiting[worker][0] <= step:
+                versions, _ = computes[worker][waiting[worker].pop(0)]
+                uses |= dict.fromkeys(enumerate(versions), number)
+    for step in waiting.get(min(computes, default=0), ()):
+        versions, _ = computes[min(computes)][step]
+        uses |= {(server, version): len(lines) for server, version in enumerate(versions)}
     return uses

@@ -19,7 +19,7 @@ class Timing:
         compute_s: for each worker, its gradients' times.
         apply_s: of each update.
         load_s: what a worker does before each gradient that no event covers.
-        dispatch_s: of the in-graph client, the mean; 0 for others.
+        dispatch_s: of the in-graph client, the mean for each replica; 0 for others.
         message_s: of one message on its way, the mean.
         busy_s: how much of that its sender is busy with it, so that the next one waits.
     """
@@ -43,7 +43,7 @@ def timing(trace: Trace, num_workers: int) -> Timing:
         raise ValueError("this trace does not show every worker computing and some update applied: run it for longer")
     rows = trace.select("apply")
     _, first = np.unique(rows["version"], return_index=True)
-    apply_s, dispatch_s = durations(rows[first]), mean_or_0(durations(trace.select("dispatch")))
+    apply_s, dispatch_s = durations(rows[first]), mean_or_0(durations(trace.select("dispatch"))) / num_workers
     load_s = (0.0,) if dispatch_s else gaps(trace, num_workers)
     busy_s = busy_time(trace)
     message_s = max(busy_s, message_time(trace, compute, float(apply_s.mean())))

@@ -1,38 +1,66 @@
 """The parameter server: it holds the parameters and the optimizer, and it is *the server* that applies.
 
-`Server` is one process; `WorkerPort` is how it sees one worker, `ServerPort` how a worker sees it.
+`Server` is one process, with the whole model or one shard of it; `WorkerPort` is how it sees one worker, `ServerPort`
+how a worker sees all servers.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from distlab.errors import BadMessage
+from distlab.errors import BadMessage, PeerLost
 from distlab.fabric import Fabric, Kind, Link, Message
-from distlab.flat import Flat
+from distlab.flat import Vector
 from distlab.roles.updater import Gradient, Params, Updater
 from distlab.roles.worker import Worker
+from distlab.rules import MEAN, Rule
+from distlab.shards import Shard
 from distlab.task import Task
 
 
 class Server:
-    """Parameters, optimizer state and version of one run.
+    """Parameters, optimizer state and version of one run, or of one shard of its parameters.
 
     Args:
+        shard: what it holds.
         num_updates: the version at which the run is over; never one more is applied.
-        locking: "none" lets the tasks of several workers apply and read at the same time; "server" makes every
-            apply and every read whole.
+        locking: "none" lets the tasks of several workers apply and read at the same time; "tensor" lets one tensor
+            be updated by one of them at a time; "server" makes every apply and every read whole.
+        rule: how gradients become one update.
+        needed: how many gradients make an update, where they are collected.
+
+    Attributes:
+        waiting: gradients collected for the next update, by (worker, step).
+        clocks: how many steps each worker has finished.
+        memory: for what a strategy of yours keeps on its server.
+        left, dead: workers that have said goodbye, and that have not.
     """
 
-    def __init__(self, fabric: Fabric, task: Task, *, num_updates: int, locking: str = "server") -> None:
+    def __init__(
+        self, fabric: Fabric, task: Task, shard: Shard, *, num_updates: int, locking: str = "server",
+        rule: Rule = MEAN, needed: "Callable[[Server], int]" = lambda server: 1,
+    ) -> None:  # fmt: skip
         self.fabric, self.task, self.num_updates, self.locking = fabric, task, num_updates, locking
-        self.flat = fabric.flat = Flat(task.build())
-        self.updater = Updater(fabric, task, self.flat)
-        self.waiting: dict[int, Gradient] = {}
+        self.shard, self.flat = shard, Vector(shard.shapes, shard.dtype)
+        fabric.flat, self._needed = self.flat, needed
+        self.updater = Updater(fabric, task, self.flat, rule=rule, by_tensor=locking == "tensor")
+        self.num_workers = fabric.counts["worker"]
+        self.waiting: dict[tuple[int, int], Gradient] = {}
+        self.clocks, self.left, self.dead = [0] * self.num_workers, set[int](), set[int]()
+        self.ports: list[WorkerPort] = []
+        self.memory: dict[str, Any] = {}
+        self.broadcasts = False  # is a new version sent to everybody, asked or not?
         self.ready = False
         self._begun = 0
+
+    @property
+    def live(self) -> set[int]:
+        """The workers that are still there."""
+        return set(range(self.num_workers)) - self.left - self.dead
 
     @property
     def version(self) -> int:
@@ -63,6 +91,51 @@ class Server:
         with self.guard():
             self.updater.apply(*gradients, lane=gradients[-1].worker)
 
+    def collect(self, gradient: Gradient, *, fresh: bool = False, keep: bool = False) -> int | None:
+        """Keep `gradient` until there are as many as an update needs, then apply their mean.
+
+        Args:
+            fresh: drop it if it was read at an older version than this.
+            keep: its worker is answered before it is applied, so keep a copy.
+
+        Returns: the version that it is for; None if it was dropped.
+        """
+        with self.guard(), self.fabric.lock():
+            if fresh and gradient.read < self.version:
+                self.record("drop", gradient)
+                return None
+            kept = replace(gradient, values=gradient.values.clone()) if keep else gradient
+            self.waiting[gradient.worker, gradient.step] = kept
+            made = self.version + 1
+            self.settle()
+            return made
+
+    def settle(self) -> None:
+        """Apply what waits, if that is enough."""
+        if self.waiting and len(self.waiting) >= self._needed(self):
+            self.apply(*(self.waiting.pop(key) for key in sorted(self.waiting)))
+            for port in self.ports if self.broadcasts else ():
+                with suppress(PeerLost):  # the task of that port will notice
+                    if port.begun:
+                        port.reply()
+
+    def leave(self, worker: int, *, died: bool = False) -> None:
+        """A worker is gone: others may have waited for it."""
+        with self.guard(), self.fabric.lock():
+            (self.dead if died else self.left).add(worker)
+            self.settle()
+
+    def keep_pace(self, worker: int, max_gap: int) -> None:
+        """Count a step of `worker`, and wait until it is at most `max_gap` ahead of the slowest live one."""
+        with self.fabric.lock():
+            self.clocks[worker] += 1
+
+        def may_go_on() -> bool:
+            slowest = min((self.clocks[w] for w in self.live), default=self.clocks[worker])
+            return self.clocks[worker] - slowest <= max_gap or self.over
+
+        self.fabric.until(may_go_on, "slower workers")
+
     def store(self, values: Tensor) -> int:
         """Replace the parameters by what a worker wrote back; returns the new version."""
         with self.guard(), self.fabric.lock("version"):
@@ -92,6 +165,7 @@ class WorkerPort:
 
     def __init__(self, server: Server, link: Link) -> None:
         self.server, self.link, self.index = server, link, link.peer.index
+        self.begun = False  # has it asked for parameters?
 
     def pushes(self) -> Iterator[Gradient]:
         """The worker's gradients as they arrive, until the run is over.
@@ -115,6 +189,7 @@ class WorkerPort:
                 self.server.initialise(self._checked(message))
             elif message.kind is Kind.PULL:
                 self.server.fabric.until(lambda: self.server.ready, "the chief's first parameters")
+                self.begun = True
                 self.reply()
             elif message.kind is kind:
                 self._checked(message)
@@ -122,12 +197,14 @@ class WorkerPort:
             else:
                 raise BadMessage(f"{self.link.peer} sent {message.kind.name} where {kind.name} was expected")
 
-    def reply(self, *, params: bool = True, version: int | None = None) -> None:
+    def reply(self, *, params: bool = True, version: int | None = None, dropped: bool = False) -> None:
         """Answer a pull or a push: with the parameters as they are now, and with the word if the run is over."""
         server = self.server
         with server.guard():
-            kind = Kind.STOP if server.over else Kind.PARAMS
+            kind = Kind.STOP if server.over else Kind.DROPPED if dropped else Kind.PARAMS
             said = server.version if version is None else version
+            if server.updater.rule.compensate is not None:
+                server.updater.sent[self.index] = server.flat.params.clone()
             self.link.post(kind, [server.flat.params] if params else [], version=said)
 
     def refuse(self, gradient: Gradient) -> None:
@@ -146,16 +223,27 @@ class WorkerPort:
 
 
 class ServerPort:
-    """The server, seen from a worker: pull parameters, push gradients."""
+    """The servers, seen from a worker: pull parameters, push gradients.
 
-    def __init__(self, worker: Worker, link: Link) -> None:
-        self.worker, self.link = worker, link
+    Every server gets its message before any answer is awaited. Each answers with its own version: the parameters of
+    a pull may then mix updates that one server has made and another has not.
+    """
+
+    def __init__(self, worker: Worker, links: Sequence[Link], shards: Sequence[Shard]) -> None:
+        self.worker, self.links, self._shards = worker, links, shards
+        self._whole = torch.zeros_like(worker.flat.params) if len(links) > 1 else None
+
+    @property
+    def link(self) -> Link:
+        """The one server's."""
+        assert len(self.links) == 1, "several servers have several links"
+        return self.links[0]
 
     def pull(self) -> Params:
         """Ask for the parameters and wait for them. The chief sends the first ones before."""
         if self.worker.is_chief and self.worker.step == 0:
-            self.link.send(Kind.INIT, [self.worker.flat.params])
-        self.link.send(Kind.PULL)
+            self._post(Kind.INIT, self.worker.flat.params)
+        self._post(Kind.PULL)
         return self.answer()
 
     def push(self, gradient: Gradient) -> Params:
@@ -167,23 +255,47 @@ class ServerPort:
         """Send `values` under the header of `gradient`."""
         fabric = self.worker.fabric
         start = fabric.now()
-        sent = self.link.send(kind, [values], **gradient.header)
-        fabric.record("push", start, fabric.now(), peer=self.link.peer, num_bytes=sent, **gradient.facts)
+        sent, reads = self._post(kind, values, gradient), gradient.reads or (gradient.read,)
+        for link, num_bytes, read in zip(self.links, sent, reads, strict=True):
+            facts = gradient.facts | {"read": read}
+            fabric.record("push", start, fabric.now(), peer=link.peer, num_bytes=num_bytes, **facts)
+
+    def _post(self, kind: Kind, values: Tensor | None = None, gradient: Gradient | None = None) -> list[int]:
+        headers = [gradient.header if gradient else {} for _ in self.links]
+        for header, read in zip(headers, gradient.reads if gradient else (), strict=False):
+            header["version"] = read
+        tensors = [[] if values is None else [shard.take(values)] for shard in self._shards]
+        sent = [link.post(kind, t, **h) for link, t, h in zip(self.links, tensors, headers, strict=True)]
+        for link in self.links:
+            link.flush()
+        return sent
 
     def answer(self) -> Params:
-        """Wait for parameters."""
-        message = self.receive()
-        return Params(message.values, message.version)
+        """Wait for every server's parameters."""
+        messages = [self._receive(link) for link in self.links]
+        self.worker.ended = all(m.kind is Kind.STOP for m in messages)
+        dropped = all(m.kind is Kind.DROPPED for m in messages)
+        versions = tuple(m.version for m in messages)
+        if self._whole is None:
+            return Params(messages[0].values, versions[0], (), dropped)
+        for shard, message in zip(self._shards, messages, strict=True):
+            shard.put(message.values, self._whole)
+        return Params(self._whole, versions[0], versions, dropped)
 
     def receive(self) -> Message:
-        """The server's next message. The trace keeps the wait and the transfer (a pull) apart."""
+        """The one server's next message."""
+        message = self._receive(self.link)
+        self.worker.ended = message.kind is Kind.STOP
+        return message
+
+    def _receive(self, link: Link) -> Message:
+        """The trace keeps the wait and the transfer (a pull) apart."""
         fabric, worker, asked = self.worker.fabric, self.worker, self.worker.fabric.now()
-        message = self.link.recv()
-        worker.ended = message.kind is Kind.STOP
+        message = link.recv()
         end = fabric.now()
         began = min(max(message.sent_s, asked), end)
-        said: dict[str, Any] = {"worker": worker.index, "step": worker.step, "version": message.version}
-        said["peer"] = self.link.peer
+        said: dict[str, Any] = {"worker": worker.index, "step": fabric.step, "version": message.version}
+        said["peer"] = link.peer
         fabric.record("wait", asked, began, **said)
         fabric.record("pull", began, end, num_bytes=message.num_bytes, **said)
         return message

@@ -6,6 +6,7 @@ must share the parameters and the optimizer's state. So each thread has its own 
 memory, with its own ``.grad``, and an optimizer of its own whose state dicts are the shared ones.
 """
 
+import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from distlab.fabric.base import Fabric, Timed
-from distlab.flat import Flat
+from distlab.flat import Vector
+from distlab.rules import MEAN, Rule
 from distlab.task import Task
 
 ELEMENTWISE = {
@@ -25,15 +27,22 @@ ELEMENTWISE = {
 
 @dataclass(frozen=True)
 class Params:
-    """All parameters as one vector (size,), and how many updates are in them."""
+    """All parameters as one vector (size,), and how many updates are in them.
+
+    Attributes:
+        version: server 0's; `versions` has every server's: a read across several can mix them.
+        dropped: the gradient that this answers was not used.
+    """
 
     values: Tensor
     version: int
+    versions: tuple[int, ...] = ()
+    dropped: bool = False
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """One worker's gradient (size,) at the parameters of version `read`."""
+    """One worker's gradient (size,) at the parameters of version `read` (of server 0; `reads` has every server's)."""
 
     values: Tensor
     read: int
@@ -41,11 +50,12 @@ class Gradient:
     step: int
     samples: int
     loss: float
+    reads: tuple[int, ...] = ()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """All but the values, as the trace records them."""
-        return {name: value for name, value in vars(self).items() if name != "values"}
+        """What the trace records of it."""
+        return {"read": self.read, "worker": self.worker, "step": self.step, "samples": self.samples, "loss": self.loss}
 
     @property
     def header(self) -> dict[str, Any]:
@@ -59,26 +69,51 @@ class Lane:
     An optimizer that treats every element alike is given one flat parameter instead of many: the same bits, sooner.
     """
 
-    def __init__(self, task: Task, flat: Flat, first: "Lane | None") -> None:
+    def __init__(self, task: Task, flat: Vector, first: "Lane | None", *, by_tensor: bool = False) -> None:
         self.params = [nn.Parameter(view) for view in flat.views(flat.params)]
         self.optimizer = task.optimizer(self.params)
         self._flat = flat
         groups = self.optimizer.param_groups
-        if is_elementwise(self.optimizer) and len(groups) == 1 and len(groups[0]["params"]) == len(self.params):
+        alike = len(groups) == 1 and len(groups[0]["params"]) == len(self.params)
+        self.merged = alike and not by_tensor and is_elementwise(self.optimizer)
+        if self.merged:
             groups[0]["params"] = self.params = [nn.Parameter(flat.params)]
         self.rates = [group["lr"] for group in groups]
         if first is not None:
             for mine, shared in zip(self.params, first.params, strict=True):
                 self.optimizer.state[mine] = first.optimizer.state[shared]
+        self.parts = [self.optimizer] if not by_tensor else one_each(self.optimizer)
 
     def step(self, mean: Tensor, factor: float = 1.0) -> None:
         """Apply `mean` (size,), which is read and not changed, at `factor` times the learning rate."""
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-        parts = [mean] if len(self.params) == 1 else self._flat.views(mean)
-        for param, part in zip(self.params, parts, strict=True):
-            param.grad = part.view_as(param)
-        self.optimizer.step()
+        self.take(mean, factor)
+        for part in self.parts:
+            part.step()
+
+    def take(self, mean: Tensor, factor: float) -> None:
+        """Let the next step of every one of `parts` apply this."""
+        for part in self.parts:
+            for group, rate in zip(part.param_groups, self.rates, strict=True):
+                group["lr"] = rate * factor
+        pieces = [mean] if self.merged else self._flat.views(mean)
+        for param, piece in zip(self.params, pieces, strict=True):
+            param.grad = piece
+
+
+def one_each(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """For each parameter an optimizer of its own, with the same settings and the same state."""
+    parts = []
+    for mine in [param for group in optimizer.param_groups for param in group["params"]]:
+        part = copy.copy(optimizer)
+        own = [[p for p in group["params"] if p is mine] for group in optimizer.param_groups]
+        part.param_groups = [{**g, "params": ps} for g, ps in zip(optimizer.param_groups, own, strict=True)]
+        parts.append(part)
+    return parts
+
+
+def treats_elements_alike(task: Task, flat: Vector) -> bool:
+    """Would the task's optimizer do the same to parameters of these shapes if they were one flat vector?"""
+    return Lane(task, flat, None).merged
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -91,15 +126,19 @@ class Updater:
 
     Args:
         flat: its `params` are changed in place by `apply`.
+        rule: what becomes of several gradients, or of old ones.
+        by_tensor: hold a lock of each tensor's own while it is updated.
 
     Attributes:
         version: how many updates have been applied.
+        sent: for each worker what it was last sent, where the rule needs to know.
     """
 
-    def __init__(self, fabric: Fabric, task: Task, flat: Flat) -> None:
-        self.flat, self.version = flat, 0
-        self._fabric, self._task = fabric, task
-        self._first = Lane(task, flat, None)
+    def __init__(self, fabric: Fabric, task: Task, flat: Vector, *, rule: Rule = MEAN, by_tensor: bool = False) -> None:
+        self.flat, self.version, self.rule = flat, 0, copy.deepcopy(rule)
+        self.sent: dict[int, Tensor] = {}
+        self._fabric, self._task, self._by_tensor = fabric, task, by_tensor
+        self._first = Lane(task, flat, None, by_tensor=by_tensor)
         self._lanes, self._begun = {-1: self._first}, False
 
     def lane(self, number: int) -> Lane:
@@ -107,7 +146,7 @@ class Updater:
         if not self._fabric.parallel:
             return self._first
         if number not in self._lanes:
-            self._lanes[number] = Lane(self._task, self.flat, self._first)
+            self._lanes[number] = Lane(self._task, self.flat, self._first, by_tensor=self._by_tensor)
         return self._lanes[number]
 
     def apply(self, *gradients: Gradient, lane: int = -1, mean: Tensor | None = None) -> int:
@@ -127,9 +166,24 @@ class Updater:
         # An optimizer makes its state in its first step: a second one beside it would find it half made.
         with nullcontext() if self._begun else self._fabric.lock("first step"):
             way = self.lane(lane)
-            done = self._fabric.timed("apply", lambda: self._step(way, gradients, mean))
+            if self._by_tensor:
+                done = self._step_by_tensor(way, gradients)
+            else:
+                done = self._fabric.timed("apply", lambda: self._step(way, gradients, mean))
             self._begun = True
         return done
+
+    def _step_by_tensor(self, way: Lane, gradients: tuple[Gradient, ...]) -> Timed:
+        """Tensor by tensor, each under its lock. Where tasks take turns it becomes visible in one moment, the last."""
+        at_once, last, done = not self._fabric.parallel, len(way.parts) - 1, []
+        if not at_once:
+            self._take(way, gradients)
+        for i, part in enumerate(way.parts):
+            whole = (lambda: self._step(way, gradients, None)) if i == last else lambda: None
+            share = self.flat.shapes[i].numel() / sum(shape.numel() for shape in self.flat.shapes)
+            with self._fabric.lock(f"tensor {i}"):
+                done.append(self._fabric.timed("apply", whole if at_once else part.step, share))
+        return Timed(None, done[0].start_s, done[-1].end_s)
 
     def record(self, done: Timed, version: int, *gradients: Gradient) -> None:
         """Say in the trace that `gradients` became part of `version`."""
@@ -138,7 +192,17 @@ class Updater:
 
     def _step(self, way: Lane, gradients: tuple[Gradient, ...], mean: Tensor | None) -> None:
         if mean is None:
-            mean = gradients[0].values
-            if len(gradients) > 1:
-                mean = torch.stack([g.values for g in gradients]).mean(0)
-        way.step(mean, self._task.lr_schedule(self.version) if self._task.lr_schedule else 1.0)
+            self._take(way, gradients)
+        else:
+            way.take(mean, self._scheduled())
+        for part in way.parts:
+            part.step()
+
+    def _take(self, way: Lane, gradients: tuple[Gradient, ...]) -> None:
+        ages = [self.version - g.read for g in gradients]
+        read = [self.sent.get(g.worker, self.flat.params) for g in gradients]
+        mean, factor = self.rule.combine([g.values for g in gradients], ages, read, self.flat.params)
+        way.take(mean, factor * self._scheduled())
+
+    def _scheduled(self) -> float:
+        return self._task.lr_schedule(self.version) if self._task.lr_schedule else 1.0

@@ -11,29 +11,55 @@ from torch import Tensor
 
 from distlab.data import Stream
 from distlab.errors import NonFiniteLoss
-from distlab.fabric import Fabric
+from distlab.fabric import Fabric, Link
 from distlab.flat import Flat
 from distlab.roles.updater import Gradient, Params
 from distlab.task import Task
 
+USED_UP = object()  # instead of a batch: there is no more data
 
-class Worker:
-    """Computes gradients.
+
+class Computer:
+    """A model, its part of the samples, and its gradient: what a worker has, and a replay of it too.
+
+    Attributes:
+        model, flat: its copy of the model.
+        seed: of the random numbers that its user code draws.
+    """
+
+    def __init__(self, task: Task, *, index: int, num_workers: int, batch_size: int) -> None:
+        self.task, self.index, self.seed = task, index, task.seed * 1_000_003 + index
+        self.model = task.build()
+        self.model.train()
+        self.flat = Flat(self.model)
+        self.stream = Stream(task.train, batch_size=batch_size, index=index, num_workers=num_workers, seed=task.seed)
+
+    def backward(self, params: Tensor, batch: Any) -> float:
+        """Fill `flat.grads` with the gradient of the mean loss over `batch` at `params` (size,); returns the loss."""
+        if params is not self.flat.params:
+            self.flat.params.copy_(params)
+        self.flat.grads.zero_()
+        loss = self.task.loss_of(self.task.outputs(self.model, batch), batch)
+        loss.backward()
+        return loss.item()
+
+
+class Worker(Computer):
+    """Computes gradients, batch after batch, until the run is over.
 
     Attributes:
         index: its number; 0 is the chief.
-        model, flat: its copy of the model.
         ended: set when the run is over; `batches` then stops.
+        batch: which batch of its stream it is at.
+        again: set it, and the next batch is this one once more.
     """
 
-    def __init__(self, fabric: Fabric, task: Task, *, index: int, num_workers: int, batch_size: int) -> None:
-        self.fabric, self.task, self.index = fabric, task, index
-        self.model = task.build()
-        self.model.train()
-        self.flat = fabric.flat = Flat(self.model)
+    def __init__(self, fabric: Fabric, task: Task, *, num_batches: int | None = None, **part: int) -> None:
+        super().__init__(task, **part)
+        self.fabric, fabric.flat = fabric, self.flat
         self.ended = False
-        self.stream = Stream(task.train, batch_size=batch_size, index=index, num_workers=num_workers, seed=task.seed)
-        fabric.seed(task.seed * 1_000_003 + index)
+        self.batch, self.again, self._num_batches = 0, False, num_batches
+        fabric.seed(self.seed)
 
     @property
     def step(self) -> int:
@@ -54,11 +80,17 @@ class Worker:
         return Params(self.flat.params.clone(), 0)
 
     def batches(self) -> Iterator[Any]:
-        """This worker's batches, until the run is over."""
-        while not self.ended:
+        """This worker's batches, until the run is over or its data is used up."""
+        while not self.ended and self.batch != self._num_batches:
             self.fabric.step = self.step
-            yield self.fabric.timed("load", lambda: self.stream.batch(self.step)).value
-            self.step += 1
+            yield self.fabric.timed("load", lambda: self.stream.batch(self.batch)).value
+            self.step, self.batch, self.again = self.step + 1, self.batch + (not self.again), False
+
+    def rounds(self) -> Iterator[Any]:
+        """The same, then USED_UP until the run is over: for who must take part to the end."""
+        yield from self.batches()
+        while not self.ended:
+            yield USED_UP
 
     def gradient(self, params: Params, batch: Any) -> Gradient:
         """The gradient of the mean loss over `batch` at `params`.
@@ -69,17 +101,25 @@ class Worker:
         Raises:
             NonFiniteLoss: the loss is infinite or not a number.
         """
-        done = self.fabric.timed("compute", lambda: self._backward(params.values, batch), idle=0.0)
-        gradient = Gradient(self.flat.grads, params.version, self.index, self.step, self.stream.batch_size, done.value)
-        self.fabric.record("compute", done.start_s, done.end_s, version=params.version, **gradient.facts)
-        if not math.isfinite(done.value):
-            raise NonFiniteLoss(str(self.fabric.me), self.step, done.value)
+        gradient = self.gradient_unless(None, params, batch)
+        assert gradient is not None
         return gradient
 
-    def _backward(self, params: Tensor, batch: Any) -> float:
-        if params is not self.flat.params:
-            self.flat.params.copy_(params)
-        self.flat.grads.zero_()
-        loss = self.task.loss_of(self.task.outputs(self.model, batch), batch)
-        loss.backward()
-        return loss.item()
+    def gradient_unless(self, news: Link | None, params: Params, batch: Any) -> Gradient | None:
+        """The same, but stop at once, with None, when a message comes on the link `news` (a simulated run only)."""
+        done = self.fabric.timed("compute", lambda: self.backward(params.values, batch), unless=news)
+        loss, samples = math.nan if done.value is None else done.value, self.stream.batch_size
+        grads, reads = self.flat.grads, params.versions
+        gradient = Gradient(grads, params.version, self.index, self.step, samples, loss, reads)
+        kind, facts = "cancel" if done.cancelled else "compute", gradient.facts
+        self.fabric.record(kind, done.start_s, done.end_s, version=params.version, batch=self.batch, **facts)
+        if done.cancelled:
+            return None
+        self.checked(done.value)
+        return gradient
+
+    def checked(self, loss: float | None) -> float:
+        """`loss`; NonFiniteLoss if it is none, nan if nothing was computed."""
+        if loss is not None and not math.isfinite(loss):
+            raise NonFiniteLoss(str(self.fabric.me), self.step, loss)
+        return math.nan if loss is None else loss

@@ -9,7 +9,7 @@ from distlab.collectives import Ranks, all_reduce, broadcast
 from distlab.fabric import Fabric
 from distlab.flat import local_state
 from distlab.roles.updater import Gradient, Params, Updater
-from distlab.roles.worker import Worker
+from distlab.roles.worker import USED_UP, Worker
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
 
 
@@ -18,11 +18,12 @@ class AllReduce(Strategy):
     """Each step: compute, all-reduce, apply. One message holds the gradient, a count and the votes to stop.
 
     Who applies: every worker, the same update; the replicas hold the same bits after every step.
+    What is dropped: nothing. A worker whose data is used up no longer counts; the mean is over those that have some.
     Assumes: mean loss, equal batches, no dropout or BatchNorm, to equal a batch N times as large.
     If a worker dies: the run ends with an error that names it.
     """
 
-    promises = ("fresh", "one from each", "identical replicas")
+    promises = ("fresh", "enough", "distinct", "identical replicas")
 
     def layout(self, num_workers: int) -> Layout:
         return Layout({"worker": num_workers}, [("worker", "worker")])
@@ -33,21 +34,28 @@ class AllReduce(Strategy):
         links = [None if i == worker.index else fabric.link("worker", i) for i in range(job.num_workers)]
         ranks = Ranks(worker.index, links)
         broadcast(ranks, worker.flat.params)
-        for batch in worker.batches():
-            gradient = worker.gradient(Params(worker.flat.params, updater.version), batch)
-            contributors, votes = self.reduce(worker, ranks, gradient)
-            updater.apply(gradient, mean=worker.flat.grads.div_(contributors))
-            worker.ended = updater.version >= job.num_updates or votes > 0
+        for batch in worker.rounds():
+            params = Params(worker.flat.params, updater.version)
+            mine = [] if batch is USED_UP else [worker.gradient(params, batch)]
+            contributors, votes = self.reduce(worker, ranks, *mine)
+            if contributors:
+                updater.apply(*mine, mean=worker.flat.grads.div_(contributors))
+            worker.ended = updater.version >= job.num_updates or votes > 0 or not contributors
         return Outcome(worker.flat.params, updater.version, local_state(worker.model), worker.step)
 
-    def reduce(self, worker: Worker, ranks: Ranks, gradient: Gradient) -> tuple[float, float]:
-        """Sum the workers' gradients into `worker.flat.grads`; returns how many there were and votes to stop."""
+    def reduce(self, worker: Worker, ranks: Ranks, *mine: Gradient) -> tuple[float, float]:
+        """Sum the workers' gradients into `worker.flat.grads`; returns how many there were and votes to stop.
+
+        A worker whose data is used up has none, but takes part until nobody has.
+        """
         flat, fabric = worker.flat, worker.fabric
+        if not mine:
+            flat.grads.zero_()
         flat.tail.zero_()
-        flat.tail[0], flat.tail[1] = 1.0, float(fabric.stopping)
+        flat.tail[0], flat.tail[1] = float(len(mine)), float(fabric.stopping)
         start, before = fabric.now(), ranks.sent_bytes
         all_reduce(ranks, flat.message)
         sent = ranks.sent_bytes - before
-        fabric.record("reduce", start, fabric.now(), worker=worker.index, step=gradient.step, num_bytes=sent)
+        fabric.record("reduce", start, fabric.now(), worker=worker.index, step=worker.step, num_bytes=sent)
         contributors, votes = flat.tail[:2].tolist()
         return contributors, votes

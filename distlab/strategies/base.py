@@ -5,20 +5,27 @@ process per role and number; the same lines run on real processes and on a virtu
 """
 
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
 from distlab.errors import PeerLost
 from distlab.fabric import Fabric, Kind, Peer
-from distlab.flat import Flat, local_state
+from distlab.flat import Flat, Vector, local_state, padded
 from distlab.options import Options
 from distlab.roles.server import Server, ServerPort, WorkerPort
+from distlab.roles.updater import treats_elements_alike
 from distlab.roles.worker import Worker
+from distlab.rules import MEAN, Rule
+from distlab.shards import Shard, cut
 from distlab.task import Task
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is told: the task, how long, and how many workers compute gradients."""
+    """What a process is told: the task, how many workers compute gradients, and how long.
+
+    Attributes:
+        num_updates: the version at which the run is over, if the workers' data lasts so long.
+        num_batches: how many batches each worker has.
+    """
 
     task: Task
     num_updates: int
     num_workers: int
+    num_batches: tuple[int, ...] | None = None
+
+    def batches_of(self, worker: int) -> int | None:
+        """How many batches this worker has; None: as many as it takes."""
+        return None if self.num_batches is None else self.num_batches[worker]
 
 
 @dataclass
@@ -47,12 +64,14 @@ class Outcome:
         version: how many updates are in them.
         local: buffers and frozen parameters, by name.
         steps: batches finished.
+        ranges: where `params` belong in the whole vector, (start, stop) each; empty: they are all of it.
     """
 
     params: Tensor | None = None
     version: int = 0
     local: dict[str, Tensor] | None = None
     steps: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
 
 
 class Strategy(Options, ABC):
@@ -61,11 +80,14 @@ class Strategy(Options, ABC):
     Attributes:
         final: the role whose number 0 holds the model at the end.
         promises: what `check_strategy` may hold it to, beyond what is true of all: "fresh" (version v holds only
-            gradients read at v - 1), "one from each" (of every worker), "identical replicas".
+            gradients read at v - 1), "distinct" (of no worker two), "enough" (as many as `gradients_per_update` says),
+            "identical replicas".
+        simulated_only: why it cannot run on real processes, if it cannot.
     """
 
     final: ClassVar[str] = "worker"
-    promises: ClassVar[tuple[str, ...]] = ()
+    promises: tuple[str, ...] = ("distinct",)
+    simulated_only: str = ""
 
     @abstractmethod
     def layout(self, num_workers: int) -> Layout:
@@ -81,6 +103,9 @@ class Strategy(Options, ABC):
 
     def check(self, num_workers: int) -> None:
         """Raise ValueError if this strategy cannot run on so many workers."""
+
+    def check_task(self, task: Task) -> None:
+        """Raise ValueError if this strategy cannot train this task; warn if it does so in another way."""
 
     def num_updates(self, task: Task, num_workers: int, num_samples: int) -> int:
         """How many updates it takes to use at least `num_samples` samples."""
@@ -102,25 +127,57 @@ class Strategy(Options, ABC):
 
 
 class ParameterServerStrategy(Strategy):
-    """A strategy with a server: write `serve` (one task per worker on the server) and `work` (each worker)."""
+    """A strategy with servers: write `serve` (one task per worker on each server) and `work` (each worker)."""
 
     final = "server"
     locking: str = "server"
+    num_servers: int = 1
+    placement: str = "ranges"
+    rule: Rule = MEAN
 
     @abstractmethod
     def serve(self, server: Server, worker: WorkerPort) -> None:
-        """What the server does for one worker, until the run is over."""
+        """What a server does for one worker, until the run is over."""
 
     @abstractmethod
     def work(self, worker: Worker, server: ServerPort) -> None:
         """What a worker does, until the run is over."""
 
+    def needed(self, server: Server) -> int:
+        """How many gradients make an update, for `Server.collect`."""
+        return 1
+
+    def goes_on(self, server: Server) -> bool:
+        """Can the run go on without `server.dead`?"""
+        return True
+
     def make_server(self, fabric: Fabric, job: Job) -> Server:
-        """The server's state; a strategy that keeps more there returns a subclass."""
-        return Server(fabric, job.task, num_updates=job.num_updates, locking=self.locking)
+        """A server's state; a strategy that keeps more there changes it."""
+        shard, said = self.cut(job.task, Flat(job.task.build()))[fabric.me.index], {"locking": self.locking}
+        return Server(fabric, job.task, shard, num_updates=job.num_updates, rule=self.rule, needed=self.needed, **said)
+
+    def cut(self, task: Task, flat: Vector) -> list[Shard]:
+        """Each server's part of the parameters in `flat`. Only an optimizer that treats elements alike can work on
+        half a tensor; for others whole tensors are placed."""
+        whole = self.num_servers > 1 and not treats_elements_alike(task, flat)
+        return cut(flat, self.num_servers, self.placement, whole=whole)
+
+    def shards(self, task: Task) -> "pd.DataFrame":
+        """Who holds what: a row per server and tensor, with the elements (from, to) and their bytes."""
+        import pandas as pd
+
+        flat = Flat(task.build())
+        return pd.DataFrame(held(flat, self.cut(task, flat)))
+
+    def check_task(self, task: Task) -> None:
+        flat = Flat(task.build())
+        self.cut(task, flat)
+        if self.num_servers > 1 and self.placement == "ranges" and not treats_elements_alike(task, flat):
+            told = "this optimizer may need whole tensors, so the servers get these and not equal ranges"
+            warnings.warn(f"{told}: see {type(self).__name__}.shards(task)", stacklevel=4)
 
     def layout(self, num_workers: int) -> Layout:
-        return Layout({"server": 1, "worker": num_workers}, [("server", "worker")])
+        return Layout({"server": self.num_servers, "worker": num_workers}, [("server", "worker")])
 
     def gradients_per_update(self, num_workers: int) -> int:
         return 1
@@ -130,34 +187,53 @@ class ParameterServerStrategy(Strategy):
 
     def _serve(self, fabric: Fabric, job: Job) -> Outcome:
         server = self.make_server(fabric, job)
-        ports = [WorkerPort(server, link) for link in fabric.links("worker")]
-        for task in [fabric.spawn(self._serve_one, server, port) for port in ports]:
+        server.ports = [WorkerPort(server, link) for link in fabric.links("worker")]
+        for task in [fabric.spawn(self._serve_one, server, port) for port in server.ports]:
             task.join()
         server.close()
-        if not server.over:
+        if not server.over and not server.left:
             raise PeerLost("the last worker")
-        return Outcome(server.flat.params, server.version)
+        ranges = server.shard.ranges if self.num_servers > 1 else ()
+        return Outcome(server.flat.params, server.version, ranges=ranges)
 
     def _serve_one(self, server: Server, port: WorkerPort) -> None:
         try:
             self.serve(server, port)
+            server.leave(port.index)
         except PeerLost:
-            goes_on = self.survives(port.link.peer) and server.ready  # without the chief's parameters nothing can
+            server.leave(port.index, died=True)
+            begun = server.ready or port.index > 0  # without the chief's first parameters nothing can go on
+            goes_on = self.survives(port.link.peer) and begun and self.goes_on(server)
             if not (goes_on or server.over):
                 raise
 
     def _work(self, fabric: Fabric, job: Job) -> Outcome:
         worker = worker_of(fabric, job)
-        port = ServerPort(worker, fabric.link("server", 0))
+        port = ServerPort(worker, fabric.links("server"), self.cut(job.task, worker.flat))
         self.work(worker, port)
-        port.link.send(Kind.STOP)
+        for link in port.links:
+            link.send(Kind.STOP)
         return Outcome(None, 0, local_state(worker.model), worker.step)
+
+
+def held(flat: Flat, shards: Sequence[Shard]) -> list[dict[str, Any]]:
+    """The rows of `ParameterServerStrategy.shards`."""
+    rows, start = [], 0
+    for name, shape in zip(flat.names, flat.shapes, strict=True):
+        for server, (a, b) in [(i, r) for i, shard in enumerate(shards) for r in shard.ranges]:
+            low, high = max(a - start, 0), min(b - start, shape.numel())
+            if low < high:
+                size = (high - low) * flat.dtype.itemsize
+                rows.append({"server": server, "tensor": name, "from": low, "to": high, "bytes": size})
+        start += padded(shape.numel())
+    return sorted(rows, key=lambda row: row["server"])
 
 
 def worker_of(fabric: Fabric, job: Job, **changes: Any) -> Worker:
     """This process's worker."""
-    usual = {"index": fabric.me.index, "num_workers": job.num_workers, "batch_size": job.task.batch_size}
-    return Worker(fabric, job.task, **(usual | changes))
+    index = fabric.me.index
+    usual = {"index": index, "num_workers": job.num_workers, "batch_size": job.task.batch_size}
+    return Worker(fabric, job.task, **({"num_batches": job.batches_of(index)} | usual | changes))
 
 
 def model_of(task: Task, params: Tensor, local: dict[str, Tensor]) -> nn.Module:

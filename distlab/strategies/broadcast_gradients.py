@@ -9,17 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from distlab.fabric import Fabric, Kind
+from distlab.fabric import Kind
 from distlab.roles.server import Server, ServerPort, WorkerPort, gradient_from
 from distlab.roles.updater import Gradient, Params, Updater
 from distlab.roles.worker import Worker
-from distlab.strategies.base import Job, ParameterServerStrategy
-
-
-class PostOffice(Server):
-    """A server that remembers every gradient, in the order in which it applied them."""
-
-    log: list[Gradient]
+from distlab.strategies.base import ParameterServerStrategy
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -27,21 +21,18 @@ class BroadcastGradients(ParameterServerStrategy):
     """A push is answered with every gradient since the worker's version, its own included, in one order.
 
     Who applies: every worker, all gradients; the server too, so that somebody has the last one.
+    What is dropped: nothing.
     Assumes: that the workers can afford P times the bytes and P optimizers. One worker is plain training.
     If a worker dies: the run ends with an error that names it.
     """
 
-    def make_server(self, fabric: Fabric, job: Job) -> PostOffice:
-        server = PostOffice(fabric, job.task, num_updates=job.num_updates)
-        server.log = []
-        return server
-
-    def serve(self, server: PostOffice, worker: WorkerPort) -> None:  # type: ignore[override]
+    def serve(self, server: Server, worker: WorkerPort) -> None:
+        log: list[Gradient] = server.memory.setdefault("log", [])  # every gradient, in the order of the versions
         for gradient in worker.pushes():
             with server.guard():
-                server.log.append(replace(gradient, values=gradient.values.clone()))
+                log.append(replace(gradient, values=gradient.values.clone()))
                 server.apply(gradient)
-                news = server.log[gradient.read : server.version]
+                news = log[gradient.read : server.version]
             for old in news:
                 worker.link.send(Kind.GRADIENT, [old.values, torch.tensor(old.worker)], **old.header)
             worker.reply(params=False)

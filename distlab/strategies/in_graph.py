@@ -6,7 +6,6 @@ parameters' gradients and applies. The hard idea is the order: *all* replicas ge
 awaited, and backward is cut at the gather, so that equal replicas compute at the same time.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from distlab.data import Stream, pieces, size_of
-from distlab.errors import NonFiniteLoss
 from distlab.fabric import Fabric, Kind, Link, Message
 from distlab.fabric.base import ALWAYS
 from distlab.flat import local_state
@@ -31,13 +29,14 @@ class InGraph(Strategy):
     """Synchronous by construction; the batch of the client is `num_workers` times the task's.
 
     Who applies: the client, after it gathered every replica's gradient.
+    What is dropped: nothing.
     Assumes: a loss that is a mean over rows of the gathered outputs; then the update equals that of the whole
         batch on one worker. Only the model is replicated: cutting, gathering and the loss run on the client.
     If a replica dies: the run ends with an error that names it.
     If the client dies: the run is over; it was the only one that knew the parameters.
     """
 
-    promises = ("fresh", "one from each")
+    promises = ("fresh", "enough", "distinct")
 
     final = "client"
 
@@ -89,10 +88,12 @@ class Client:
     def dispatch(self, batch: Any) -> list[int]:
         """Cut `batch`, send every replica parameters and its piece; returns the sizes of the pieces."""
         done = self.fabric.timed("dispatch", lambda: pieces(pair(batch)[0], len(self.replicas)), idle=ALWAYS)
-        samples = size_of(batch)
-        self.fabric.record("dispatch", done.start_s, done.end_s, step=self.worker.step, samples=samples)
-        self.send_all(Kind.DATA, [[self.flat.params, *flatten(part)] for part in done.value])
-        return [size_of(part) for part in done.value]
+        parts, start = done.value, done.start_s
+        for _ in parts[1:]:  # each replica's part takes its time
+            done = self.fabric.timed("dispatch", lambda: None)
+        self.fabric.record("dispatch", start, done.end_s, step=self.worker.step, samples=size_of(batch))
+        self.send_all(Kind.DATA, [[self.flat.params, *flatten(part)] for part in parts])
+        return [size_of(part) for part in parts]
 
     def send_all(self, kind: Kind, tensors: Sequence[Sequence[Tensor]]) -> None:
         """Send each of the first replicas its tensors: all are on their way before the first is waited for."""
@@ -121,11 +122,10 @@ class Client:
             loss = self.task.loss_of(gathered, batch)
             return loss.item(), torch.autograd.grad(loss, gathered)[0]
 
-        done = self.fabric.timed("loss", loss_and_gradient, idle=(0.0, torch.zeros_like(gathered)))
+        done = self.fabric.timed("loss", loss_and_gradient, idle=(None, torch.zeros_like(gathered)))
         value, gradient = done.value
+        value = self.worker.checked(value)
         self.fabric.record("loss", done.start_s, done.end_s, step=self.worker.step, loss=value)
-        if not math.isfinite(value):
-            raise NonFiniteLoss(str(self.fabric.me), self.worker.step, value)
         return value, list(gradient.split([len(part) for part in outputs]))
 
     def apply(self, grads: list[Tensor], sizes: list[int], loss: float) -> None:
@@ -178,7 +178,12 @@ class Replica:
 
     def _timed(self, message: Message, function: Any, share: float, idle: Any = None) -> Any:
         done, version = self.fabric.timed("compute", function, share, idle), message.version
-        whose: dict[str, Any] = {"worker": self.worker.index, "step": message.step, "read": version}
+        whose: dict[str, Any] = {
+            "worker": self.worker.index,
+            "step": message.step,
+            "read": version,
+            "batch": message.step,
+        }
         self.fabric.record("compute", done.start_s, done.end_s, version=version, **whose)
         return done.value
 

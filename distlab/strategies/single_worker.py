@@ -13,11 +13,12 @@ class SingleWorker(Strategy):
     """Worker 0 alone; the cluster's other workers are not started.
 
     Who applies: the worker itself, to its own model.
+    What is dropped: nothing.
     Assumes: nothing. The same bits as a plain PyTorch loop over the same batches.
     If the worker dies: the run is over.
     """
 
-    promises = ("fresh", "one from each")
+    promises = ("fresh", "enough", "distinct")
 
     def layout(self, num_workers: int) -> Layout:
         return Layout({"worker": 1})

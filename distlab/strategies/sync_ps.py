@@ -1,42 +1,114 @@
-"""Synchronous parameter server: it collects one gradient from each worker, applies their mean, then answers all.
+"""Synchronous parameter server: it collects gradients of one version, applies their mean, then answers all.
 
-Put it beside `async_ps.py`: the worker's side is the same; the server's side waits.
+Put it beside `async_ps.py`: the worker's side is the same; the server's side waits. The hard idea is the spare worker:
+whoever waits for the first N of N + b gradients never waits for the b slowest, whoever they are this time.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
+from distlab.fabric import Fabric, Peer
+from distlab.options import check_count, check_word
 from distlab.roles.server import Server, ServerPort, WorkerPort
+from distlab.roles.tokens import Tokens
 from distlab.roles.worker import Worker
-from distlab.strategies.base import ParameterServerStrategy
+from distlab.shards import PLACEMENTS
+from distlab.strategies.base import Job, ParameterServerStrategy
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SyncPS(ParameterServerStrategy):
-    """Version v + 1 is the mean of N gradients, all read at v, one from each worker.
+    """Version v + 1 is the mean of the first N gradients that were read at v, by N distinct workers.
 
     Who applies: the server, in the task of the worker that came last, in the order of the workers' numbers.
+    What is dropped: with b spare workers, on arrival, what was read at an older version; its worker is told.
     Assumes: mean loss, equal batches, no dropout or BatchNorm, for the update to equal the one of a batch N
         times as large. Otherwise it is the mean of N different gradients all the same.
-    If a worker dies: the run ends with an error that names it.
-    If the server dies: the run ends.
+    If a worker dies: with a spare left, the others go on; else the run ends with an error that names it.
+    If the chief dies: the same, once the first parameters are with the server.
+    If a server dies: the run ends with an error that names it.
+
+    Args:
+        num_backup_workers: b: the server waits for `num_workers` - b of them (Chen et al. 2016).
+        late: "drop" late gradients on arrival, or "cancel" their computation the moment that it is in vain, as
+            the closed forms of the papers assume (simulated clusters only).
+        requeue: compute a dropped batch again, so that every sample is used.
+        distinct: False lets a worker that waits compute another batch of the same version (K-batch-sync).
+        semantics: "tf1" is TensorFlow 1's SyncReplicasOptimizer: accumulators that accept by a label, and a queue of
+            tokens that any worker may draw. A slow or dead spare leaves old tokens in it, and whoever draws one
+            computes in vain.
+        num_servers: cut the parameters into so many shards; with spares each chooses its own N.
+        placement: "ranges" of equal length, whole tensors "round-robin", or "greedy".
     """
 
-    promises = ("fresh", "one from each")
+    num_backup_workers: int = 0
+    late: Literal["drop", "cancel"] = "drop"
+    requeue: bool = False
+    distinct: bool = True
+    semantics: Literal["exact", "tf1"] = "exact"
+    num_servers: int = 1
+    placement: Literal["ranges", "round-robin", "greedy"] = "ranges"
+
+    def __post_init__(self) -> None:
+        check_count("num_backup_workers", self.num_backup_workers, least=0)
+        check_count("num_servers", self.num_servers)
+        check_word("late", self.late, ("drop", "cancel"))
+        check_word("semantics", self.semantics, ("exact", "tf1"))
+        check_word("placement", self.placement, PLACEMENTS)
+        own = self.late == "drop" and not self.requeue and self.distinct and self.num_servers == 1
+        if self.semantics == "tf1" and not own:
+            raise ValueError(
+                'semantics="tf1" has one server, drops what is late and tells nobody: no late=, requeue=, ...'
+            )
+        if self.late == "cancel" and self.num_servers > 1:
+            raise ValueError('late="cancel" needs one server, which alone knows what is in vain')
+
+    @property
+    def simulated_only(self) -> str:  # type: ignore[override]
+        return 'late="cancel": a gradient that is being computed cannot be called off' if self.late == "cancel" else ""
+
+    @property
+    def promises(self) -> tuple[str, ...]:  # type: ignore[override]
+        if self.semantics == "tf1":
+            return ()
+        return ("fresh", "enough", "distinct") if self.distinct else ("fresh", "enough")
+
+    def check(self, num_workers: int) -> None:
+        if self.num_backup_workers >= num_workers:
+            spares = self.num_backup_workers
+            raise ValueError(f"num_backup_workers={spares}: of {num_workers} workers nobody would be left to wait for")
 
     def gradients_per_update(self, num_workers: int) -> int:
-        return num_workers
+        return num_workers - self.num_backup_workers
+
+    def needed(self, server: Server) -> int:
+        return max(1, self.gradients_per_update(server.num_workers) - len(server.left))
+
+    def survives(self, peer: Peer) -> bool:
+        return peer.role == "worker" and self.num_backup_workers > 0
+
+    def goes_on(self, server: Server) -> bool:
+        return len(server.dead) <= self.num_backup_workers
+
+    def make_server(self, fabric: Fabric, job: Job) -> Server:
+        server = super().make_server(fabric, job)
+        server.broadcasts = self.late == "cancel"
+        server.memory["tokens"] = Tokens(server, self.gradients_per_update(server.num_workers))
+        return server
 
     def serve(self, server: Server, worker: WorkerPort) -> None:
+        if self.semantics == "tf1":
+            return server.memory["tokens"].serve(worker)
         for gradient in worker.pushes():
-            with server.fabric.lock():
-                server.waiting[gradient.worker] = gradient
-                if len(server.waiting) == server.fabric.counts["worker"]:
-                    server.apply(*(server.waiting.pop(w) for w in sorted(server.waiting)))
-            server.wait_for(gradient.read + 1)
-            worker.reply()
+            made = server.collect(gradient, fresh=True, keep=not self.distinct)
+            if made is not None and self.distinct:
+                server.wait_for(made)
+            if not server.broadcasts or server.version == gradient.read:
+                worker.reply(dropped=made is None)
 
     def work(self, worker: Worker, server: ServerPort) -> None:
-        params = server.pull()
+        params, news = server.pull(), server.link if self.late == "cancel" else None
         for batch in worker.batches():
-            gradient = worker.gradient(params, batch)
-            params = server.push(gradient)
+            gradient = worker.gradient_unless(news, params, batch)
+            params = server.push(gradient) if gradient is not None else server.answer()
+            worker.again = self.requeue and (gradient is None or params.dropped)

@@ -18,6 +18,7 @@ class WorkerApplies(ParameterServerStrategy):
     """Pull, compute, apply locally, write back. The version counts the writes, not the updates that survive.
 
     Who applies: the worker, to its own copy; the server only stores.
+    What is dropped: no gradient, but with P workers all but one in P updates are overwritten.
     Assumes: that nobody else wrote in between, which is false as soon as there are two workers. The optimizer's
         state stays with the worker; shipping it too would cost its size in bytes and lose it the same way.
     If a worker dies: the run ends with an error that names it.
