@@ -223,10 +223,11 @@ def load_run(path: str | Path, task: Task | None = None) -> Run:
 
 
 def run_from(strategy: str, cluster: str, task: Task, final: str, outcomes: Mapping[Any, Outcome], **rest: Any) -> Run:
-    """The run that the processes' outcomes make: the model from number 0 of `final`, buffers from the chief."""
+    """The run that the processes' outcomes make: buffers from the chief, the model from the process of
+    role `final` that has the most updates in it (of several, the first): not all see the last one."""
     order = sorted(outcomes.items(), key=lambda item: item[0].index)
     first = {peer.role: left for peer, left in reversed(order)}
-    model = first.get(final, Outcome())
+    model = max((left for peer, left in order if peer.role == final), key=lambda left: left.version, default=Outcome())
     chief = first.get("worker") or first.get("replica") or Outcome()
     steps = {str(peer): left.steps for peer, left in outcomes.items() if peer.role in ("worker", "replica")}
     replicas = {str(peer): left.params for peer, left in order if peer.role == "worker" and left.params is not None}

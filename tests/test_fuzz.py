@@ -11,7 +11,7 @@ from distlab.fabric.network import Change
 
 STRATEGIES = (
     dl.SingleWorker(), dl.InGraph(), dl.AsyncPS(), dl.AsyncPS(locking="server"), dl.SyncPS(), dl.AllReduce(),
-    dl.WorkerApplies(), dl.BroadcastGradients(),
+    dl.Hogwild(), dl.WorkerApplies(), dl.BroadcastGradients(),
 )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def test_replay_of_a_real_run_ends_at_the_same_bits(two, strategy):
     assert all(again.local[name].equal(made.local[name]) for name in made.local if strategy.final == "server")
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, dl.AsyncPS()], ids=repr)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, dl.AsyncPS(), dl.Hogwild()], ids=repr)
 def test_replay_of_a_simulated_run_ends_at_the_same_bits(strategy):
     cluster = dl.SimulatedCluster(5, seed=2, compute=dl.laws.Exponential(mean_s=0.1), apply_time=0.03)
     made = run(strategy, cluster)

@@ -21,7 +21,7 @@ from distlab.randomness import Randomness, undisturbed
 from distlab.roles.updater import Lane
 from distlab.strategies.base import model_of
 from distlab.task import Task, pair
-from distlab.trace import Trace
+from distlab.trace import ROLES, Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ def replay(
     """Do a run again from its trace, serially.
 
     Unedited, it ends at the run's parameters bit for bit, if every read was of whole versions: any simulated run,
-    and real ones but `AsyncPS(locking="none")`, whose races no tape records.
+    and real ones but `AsyncPS(locking="none")` and `Hogwild`, whose races no tape records.
 
     Args:
         num_workers: how many the stream of samples was dealt to.
@@ -118,8 +118,10 @@ class Player:
         self.computes = reads(trace)
         self.last_use = last_uses(tape(trace), self.computes)
         has = {kind: len(trace.select(kind)) > 0 for kind in ("dispatch", "store", "reduce")}
-        self.rule = self._client if has["dispatch"] else self._worker if has["store"] else self._mean
         self.sums_in_a_ring = has["reduce"]
+        self.rule = self._client if has["dispatch"] else self._worker if has["store"] else self._mean
+        if not any(has.values()) and applies_its_own(trace):
+            self.rule = self._own
 
     def play(self, version: int, gradients: list[tuple[int, int, int]]) -> float:
         """Make `version` from `gradients` (worker, step, read); returns their mean loss, nan if there are none."""
@@ -162,9 +164,15 @@ class Player:
         (worker, step, read), *_ = gradients
         values, loss = self._gradient(worker, step, read)
         flat = self._computer(worker).flat
-        lane = self.own_lanes.setdefault(worker, self._lane(flat))
-        self._step(lane, values[: flat.size], read)
+        self._step(self._own_lane(worker, flat), values[: flat.size], read)
         self.latest = flat.params.clone()
+        return loss
+
+    def _own(self, gradients: list[tuple[int, int, int]]) -> float:
+        """A worker applied it to what all share, with an optimizer of its own."""
+        (worker, step, read), *_ = gradients
+        values, loss = self._gradient(worker, step, read)
+        self._step(self._own_lane(worker, self.flat), values[: self.flat.size], self.applied)
         return loss
 
     def _client(self, gradients: list[tuple[int, int, int]]) -> float:
@@ -195,6 +203,11 @@ class Player:
 
     def _step(self, lane: Lane, mean: Tensor, version: int) -> None:
         lane.step(mean, self.task.lr_schedule(version) if self.task.lr_schedule else 1.0)
+
+    def _own_lane(self, worker: int, flat: Flat) -> Lane:
+        if worker not in self.own_lanes:
+            self.own_lanes[worker] = self._lane(flat)
+        return self.own_lanes[worker]
 
     def _lane(self, flat: Flat) -> Lane:
         lane = Lane(self.task, flat, None)
@@ -245,6 +258,12 @@ class Computer:
         self.flat.grads.zero_()
         self.randomness.around("compute", lambda: outputs.backward(gradient))
         return self.flat.grads.clone()
+
+
+def applies_its_own(trace: Trace) -> bool:
+    """Did each worker apply its own gradients, and nobody another's?"""
+    rows = trace.select("apply")
+    return bool(((rows["role"] == ROLES.index("worker")) & (rows["index"] == rows["worker"])).all())
 
 
 def reads(trace: Trace) -> dict[int, dict[int, int]]:

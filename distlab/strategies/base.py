@@ -59,7 +59,7 @@ class Strategy(Options, ABC):
     """How N workers train one model.
 
     Attributes:
-        final: the role whose number 0 holds the model at the end.
+        final: the role that holds the model at the end; of several such processes, the one with the most updates.
         promises: what `check_strategy` may hold it to, beyond what is true of all: "fresh" (version v holds only
             gradients read at v - 1), "one from each" (of every worker), "identical replicas".
     """
