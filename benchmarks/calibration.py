@@ -17,6 +17,7 @@ STRATEGIES = (
     dl.AsyncPS(),
     dl.SyncPS(),
     dl.AllReduce(),
+    dl.Hogwild(),
     dl.WorkerApplies(),
     dl.BroadcastGradients(),
 )

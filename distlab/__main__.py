@@ -20,6 +20,7 @@ STRATEGIES: dict[str, Any] = {
     "async-ps": dl.AsyncPS,
     "sync-ps": dl.SyncPS,
     "all-reduce": dl.AllReduce,
+    "hogwild": dl.Hogwild,
     "worker-applies": dl.WorkerApplies,
     "broadcast-gradients": dl.BroadcastGradients,
 }

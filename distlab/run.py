@@ -243,13 +243,14 @@ def whole(parts: Sequence[Outcome]) -> Outcome:
 
 
 def run_from(algorithm: Strategy, cluster: str, task: Task, outcomes: Mapping[Any, Outcome], **rest: Any) -> Run:
-    """The run that the processes' outcomes make: the model from the role that holds it, buffers from the chief."""
+    """The run that the processes' outcomes make: buffers from the chief, the model from the process of role `final`
+    that has the most updates in it (of several, the first: not all see the last one), or from all who hold a part."""
     order = sorted(outcomes.items(), key=lambda item: item[0].index)
     first = {peer.role: left for peer, left in reversed(order)}
-    model, held = first.get(algorithm.final, Outcome()), rest.pop("num_holders")
+    final, held = [left for peer, left in order if peer.role == algorithm.final], rest.pop("num_holders")
+    model = max(final, key=lambda left: left.version, default=Outcome())
     if model.ranges:
-        parts = [left for peer, left in order if peer.role == algorithm.final]
-        model = whole(parts) if len(parts) == held else Outcome()
+        model = whole(final) if len(final) == held else Outcome()
     chief = first.get("worker") or first.get("replica") or Outcome()
     steps = {str(peer): left.steps for peer, left in outcomes.items() if peer.role in ("worker", "replica")}
     replicas = {str(peer): left.params for peer, left in order if peer.role == "worker" and left.params is not None}

@@ -12,6 +12,7 @@ from distlab.fabric.simulated import SimulatedLink
 from distlab.roles.server import Server
 from distlab.roles.updater import Updater
 from distlab.strategies.base import ParameterServerStrategy
+from distlab.strategies.hogwild import Memory
 
 
 def caught(strategy, num_cases=40):
@@ -49,6 +50,17 @@ def test_dropped_gradient_counted_as_applied_is_caught(monkeypatch):
 
     monkeypatch.setattr(Updater, "step", forgetful)
     assert "a replay of the trace ends elsewhere" in caught(dl.AsyncPS())
+
+
+def test_old_copy_written_over_shared_memory_is_caught(monkeypatch):
+    step = Memory._step
+
+    def overwriting(self, gradient):
+        self.shared.values.copy_(self.flat.params)
+        return step(self, gradient)
+
+    monkeypatch.setattr(Memory, "_step", overwriting)
+    assert "a replay of the trace ends elsewhere" in caught(dl.Hogwild())
 
 
 def test_gradient_applied_twice_is_caught():

@@ -9,6 +9,10 @@ from toys import regression, train, train_together
 
 import distlab as dl
 from distlab.errors import DistlabError
+from distlab.fabric import Peer
+from distlab.run import run_from
+from distlab.strategies.base import Outcome
+from distlab.trace import EVENT, Trace
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +102,12 @@ def test_history_of_a_synchronous_run_names_no_single_worker(two):
     history = train(regression(), dl.SyncPS(), two, 4).history
     assert history["worker"].tolist() == [-1] * 4
     assert history["num_gradients"].tolist() == [2] * 4
+
+
+def test_model_is_of_the_first_process_with_the_most_updates(task):
+    outcomes = {Peer("worker", i): Outcome(torch.tensor([float(i)]), version) for i, version in enumerate((3, 5, 5))}
+    made = run_from("", "", task, "worker", outcomes, trace=Trace(np.zeros(0, EVENT)))
+    assert (made.params.tolist(), made.version) == ([1.0], 5)
 
 
 def test_summary_says_who_applied(run):

@@ -19,6 +19,7 @@ STRATEGIES = [
     dl.AsyncPS(),
     dl.SyncPS(),
     dl.AllReduce(),
+    dl.Hogwild(),
     dl.WorkerApplies(),
     dl.BroadcastGradients(),
 ]

@@ -47,6 +47,7 @@ FAMILY = (  # every option of the parameter servers, alone and with others
     dl.SyncPS(num_backup_workers=1, distinct=False),
     dl.SyncPS(num_backup_workers=1, num_servers=2, placement="greedy"),
     dl.SyncPS(num_backup_workers=1, semantics="tf1"),
+    dl.Hogwild(),
 )
 DEADLINE_S = 60.0  # how long anything may take before a test calls it hung; nothing needs a tenth of it
 

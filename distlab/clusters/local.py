@@ -166,6 +166,8 @@ class Processes(Launched):
         if self._failures:
             self._ending.error = self._cause()
             self._drain(open_ends)
+        elif not self._ending.outcomes:  # a strategy survives any death, but not all of them
+            self._ending.error = self._missed[-1]
 
     def _patience(self) -> float:
         """A lost link is a consequence: its cause may still be on the way. So may the last events of the others."""
@@ -226,7 +228,7 @@ class Processes(Launched):
         member.process.join(LEAVE_S)
         if member.said:
             return
-        if self._strategy.survives(member.me):
+        if self._strategy.survives(member.me) and not self._killed:
             self._sink.events(death(member))
             self._missed.append(lost(member))
         else:

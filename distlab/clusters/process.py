@@ -70,7 +70,8 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     redirect(out)
     control = Control(pipe)
     record = Recorder(*place.me, Buffer(lambda rows: control.say("events", rows.tobytes())))
-    fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s)
+    folder = os.path.dirname(place.store)
+    fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s, folder=folder)
     threading.Thread(target=control.listen, args=(fabric, place.store), daemon=True).start()
     threading.Thread(target=flush_often, args=(record,), daemon=True).start()
     try:

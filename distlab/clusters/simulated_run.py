@@ -139,7 +139,8 @@ class SimulatedRun(Launched):
             return  # it has ended before
         now = node.now()
         node.record("death", now, now, worker=node.me.index)
-        if not self._strategy.survives(node.me) and node.world.failure is None:
+        left = self._ending.outcomes or any(n.tasks for n in node.world.nodes.values() if n is not node)
+        if not (self._strategy.survives(node.me) and left) and node.world.failure is None:
             lost = ProcessLost(f"{node.me} was lost at {now:.6g} s: killed by the scenario")
             node.world.failure = (node.me, lost)
         node.kill()

@@ -2,8 +2,9 @@
 
 A strategy is plain blocking code: it sends, receives, computes, locks and waits. It does all of that through
 the `Fabric` of its process, and so cannot tell whether the other end is a process with a wall clock or a
-greenlet with a virtual one. The hard idea is what is *not* here: no tensors that two ends share, no time that
-passes unseen, no thread primitive. A message that was sent is a copy; waiting is always `recv` or `until`.
+greenlet with a virtual one. The hard idea is what is *not* here: no tensors that two ends share (but for `shared`,
+which only one host can give), no time that passes unseen, no thread primitive. A message that was sent is a copy;
+waiting is always `recv` or `until`.
 """
 
 import math
@@ -14,12 +15,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from distlab.flat import Vector
 from distlab.trace import Recorder
 
-ALWAYS = object()  # for `Fabric.timed`: to be done even where nothing is computed, because messages depend on it
+NUM_COUNTS = 8  # of `Shared`
+ALWAYS = object()  # for `Fabric.timed`: to be done even where nothing is computed, as messages or versions depend on it
 
 
 class Peer(NamedTuple):
@@ -97,6 +100,21 @@ class Link(ABC):
         return num_bytes
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Memory that several processes of one host see.
+
+    Attributes:
+        values: (numel,) zeros at first. What one process writes the others see, in no promised order.
+        counts: (8,) int64, zeros at first, for tickets and versions.
+        lock: keeps the other processes out. Held for a few instructions, never across a blocking call.
+    """
+
+    values: Tensor
+    counts: Tensor
+    lock: AbstractContextManager[Any]
+
+
 class Running(ABC):
     """A task that `Fabric.spawn` started."""
 
@@ -160,6 +178,15 @@ class Fabric(ABC):
     @abstractmethod
     def lock(self, name: str = "") -> AbstractContextManager[Any]:
         """The lock called `name`; leaving it lets every waiting `until` look again."""
+
+    @abstractmethod
+    def shared(self, name: str, numel: int, dtype: torch.dtype) -> Shared:
+        """The memory called `name`: every process that asks for it sees the same. One host only, and the one
+        exception to "no tensors that two ends share".
+
+        Raises:
+            DistlabError: the run may span several hosts.
+        """
 
     @abstractmethod
     def until(self, condition: Callable[[], bool], what: str = "a change of its own state") -> None:

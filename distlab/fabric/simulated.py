@@ -9,6 +9,7 @@ anything else, so the same seed gives the same run, bit for bit. Gradients are r
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import greenlet
@@ -18,7 +19,7 @@ import torch
 
 from distlab.errors import Deadlock, PeerLost
 from distlab.fabric import wire
-from distlab.fabric.base import ALWAYS, Fabric, Link, Message, Peer, Running, Timed
+from distlab.fabric.base import ALWAYS, NUM_COUNTS, Fabric, Link, Message, Peer, Running, Shared, Timed
 from distlab.fabric.laws import Law
 from distlab.fabric.network import Change, Nic, Traffic
 from distlab.randomness import Randomness
@@ -44,6 +45,7 @@ class World:
         self.main = greenlet.getcurrent()
         self.nodes: dict[Peer, SimulatedFabric] = {}
         self.nics: dict[Peer, Nic] = {}
+        self.shared: dict[str, Shared] = {}
         self.traffic = Traffic(self.nics, self.at, lambda: self.env.now)
         self.failure: tuple[Peer, BaseException] | None = None
         self.current: Task | None = None
@@ -283,6 +285,13 @@ class SimulatedFabric(Fabric):
 
     def lock(self, name: str = "") -> "Lock":
         return self._locks.setdefault(name, Lock(self, name))
+
+    def shared(self, name: str, numel: int, dtype: torch.dtype) -> Shared:
+        if name not in self.world.shared:
+            counts = torch.zeros(NUM_COUNTS, dtype=torch.int64)
+            free = nullcontext()  # nothing else runs while it is held, as it is never held across a blocking call
+            self.world.shared[name] = Shared(torch.zeros(numel, dtype=dtype), counts, free)
+        return self.world.shared[name]
 
     def until(self, condition: Callable[[], bool], what: str = "a change of its own state") -> None:
         while not condition():

@@ -5,6 +5,8 @@ once, and by nobody else. All of a process's links share one gloo device that li
 each other through a file in a directory that only this user can read, so nothing listens for strangers.
 """
 
+import fcntl
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.errors import BadMessage, PeerLost
+from distlab.errors import BadMessage, DistlabError, PeerLost
 from distlab.fabric import wire
-from distlab.fabric.base import Fabric, Kind, Link, Message, Peer, Running, Timed
+from distlab.fabric.base import NUM_COUNTS, Fabric, Kind, Link, Message, Peer, Running, Shared, Timed
 from distlab.randomness import seed_all
 from distlab.trace import Recorder
 
 Gloo: Any = dist.ProcessGroupGloo  # its type stubs leave out most of it
 FIRST_BYTES = 1 << 16  # a link's first buffers; they grow with the messages
+COUNTS_BYTES = NUM_COUNTS * torch.int64.itemsize
 FOREVER = timedelta(days=365)  # a gloo receive that times out closes its link for good, so none ever does
 
 
@@ -110,17 +113,34 @@ class Task(Running):
         self._fabric.until(lambda: self._ended)
 
 
+class FileLock:
+    """Excludes the other processes that have opened the same file. If the holder dies, the kernel lets go of it."""
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+    def __enter__(self) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+
 class TorchFabric(Fabric):
     """One process of a real run.
 
     Args:
         pad_s: a gradient takes at least so long; the rest is slept, so that processes that share a core can
             act as if each had its own.
+        folder: of this run alone, on the one host of all its processes; None if there may be several hosts.
     """
 
-    def __init__(self, me: Peer, counts: dict[str, int], record: Recorder, *, token: int, pad_s: float = 0.0) -> None:
+    def __init__(
+        self, me: Peer, counts: dict[str, int], record: Recorder, *, token: int, pad_s: float = 0.0,
+        folder: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(me, counts, record)
-        self._token, self._pad_s = token, pad_s
+        self._token, self._pad_s, self._folder = token, pad_s, folder
         self._links: dict[Peer, TorchLink] = {}
         self._locks: dict[str, threading.RLock] = {}
         self._changed = threading.Condition()
@@ -169,6 +189,18 @@ class TorchFabric(Fabric):
         with self._locks.setdefault(name, threading.RLock()):
             yield
         self.wake()
+
+    def shared(self, name: str, numel: int, dtype: torch.dtype) -> Shared:
+        if self._folder is None:
+            raise DistlabError(
+                f"{self.me} asked for memory that all processes share ({name!r}): only processes of one host can, and "
+                f"this run may span several. Use a LocalCluster, or a strategy that sends messages, such as AsyncPS"
+            )
+        path = os.path.join(self._folder, f"shared-{name}")
+        lock, size = FileLock(path), COUNTS_BYTES + numel * dtype.itemsize
+        with lock:  # who makes the file longer also writes a zero into its first byte, which another may be using
+            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        return Shared(memory[COUNTS_BYTES:].view(dtype), memory[:COUNTS_BYTES].view(torch.int64), lock)
 
     def until(self, condition: Callable[[], bool], what: str = "a change of its own state") -> None:
         with self._changed:

@@ -87,7 +87,7 @@ def replay(
     """Do a run again from its trace, serially.
 
     Unedited, it ends at the run's parameters bit for bit, if every read was of whole versions: any simulated run,
-    and real ones but those of `AsyncPS` with locking "none" or "tensor", whose races no tape records.
+    and real ones but those of `Hogwild` and of `AsyncPS` with locking "none" or "tensor", whose races no tape records.
 
     Args:
         strategy: the run's, for its rule and its shards.
@@ -125,7 +125,8 @@ class Holder:
     """One server of the tape, or whoever applies: its parameters, optimizer and rule, and the versions still read."""
 
     def __init__(self, vector: Vector, shard: Shard, lane: Lane, rule: Rule) -> None:
-        self.latest, self.shard, self.lane, self.rule = vector.params, shard, lane, copy.deepcopy(rule)
+        self.vector, self.latest = vector, vector.params
+        self.shard, self.lane, self.rule = shard, lane, copy.deepcopy(rule)
         self.versions = {0: vector.params.clone()}
         self.applied = 0
 
@@ -154,6 +155,8 @@ class Player:
         has = {kind: len(trace.select(kind)) > 0 for kind in ("dispatch", "store", "reduce")}
         self.make = self._client if has["dispatch"] else self._worker if has["store"] else self._mean
         self.sums_in_a_ring = has["reduce"]
+        if not any(has.values()) and applies_its_own(trace):
+            self.make = self._own
 
     def play(self, number: int, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """Make the version of line `number` from `gradients`; returns their mean loss, nan if there are none."""
@@ -213,10 +216,18 @@ class Player:
         (worker, step, read), *_ = gradients
         values, loss = self._gradient(worker, step)
         flat = self._computer(worker).flat
-        lane = self.own_lanes.setdefault(worker, self._lane(flat))
+        lane = self._own_lane(worker, flat)
         flat.params.copy_(self.holders[0].versions[read])
         self._step(lane, values[: flat.size], read)
         self.holders[0].latest = flat.params.clone()
+        return loss
+
+    def _own(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
+        """A worker applied it to what all share, with an optimizer of its own."""
+        (worker, step, _), *_ = gradients
+        values, loss = self._gradient(worker, step)
+        holder = self.holders[0]
+        self._step(self._own_lane(worker, holder.vector), values[: self.flat.size], holder.applied)
         return loss
 
     def _client(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
@@ -281,6 +292,11 @@ class Player:
         vector.params.copy_(shard.take(self.flat.params))
         return Holder(vector, shard, self._lane(vector), self.rule)
 
+    def _own_lane(self, worker: int, flat: Vector) -> Lane:
+        if worker not in self.own_lanes:
+            self.own_lanes[worker] = self._lane(flat)
+        return self.own_lanes[worker]
+
     def _lane(self, flat: Vector) -> Lane:
         lane = Lane(self.task, flat, None)
         if self.lr is not None:
@@ -293,6 +309,12 @@ class Player:
             self.workers[worker] = Computer(self.task, **part)
             self.random[worker] = Randomness(self.workers[worker].seed)
         return self.workers[worker]
+
+
+def applies_its_own(trace: Trace) -> bool:
+    """Did each worker apply its own gradients, and nobody another's?"""
+    rows = trace.select("apply")
+    return bool(((rows["role"] == ROLES.index("worker")) & (rows["index"] == rows["worker"])).all())
 
 
 def reads(trace: Trace, num_servers: int) -> dict[int, dict[int, tuple[tuple[int, ...], int]]]:

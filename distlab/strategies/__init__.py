@@ -4,6 +4,7 @@ from distlab.strategies.all_reduce import AllReduce
 from distlab.strategies.async_ps import AsyncPS
 from distlab.strategies.base import Strategy
 from distlab.strategies.broadcast_gradients import BroadcastGradients
+from distlab.strategies.hogwild import Hogwild
 from distlab.strategies.in_graph import InGraph
 from distlab.strategies.single_worker import SingleWorker
 from distlab.strategies.sync_ps import SyncPS
@@ -13,6 +14,7 @@ __all__ = [
     "AllReduce",
     "AsyncPS",
     "BroadcastGradients",
+    "Hogwild",
     "InGraph",
     "SingleWorker",
     "Strategy",

@@ -78,7 +78,7 @@ class Strategy(Options, ABC):
     """How N workers train one model.
 
     Attributes:
-        final: the role whose number 0 holds the model at the end.
+        final: the role that holds the model at the end; of several such processes, the one with the most updates.
         promises: what `check_strategy` may hold it to, beyond what is true of all: "fresh" (version v holds only
             gradients read at v - 1), "distinct" (of no worker two), "enough" (as many as `gradients_per_update` says),
             "identical replicas".
