@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distlab.reports import Ledger, Replay
 
 FORMAT = 1
-WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error")
+WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error", "judged")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,7 @@ class Run:
         replicas: the parameters that each worker held at the end, by name, where workers hold any.
         startup_s: from the call to the first event.
         error: what ended it early, as text; "" otherwise.
+        judged: the chief's evaluations, if it came to its end; see `evaluations`.
     """
 
     strategy: str
@@ -51,6 +52,7 @@ class Run:
     replicas: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     startup_s: float = 0.0
     error: str = ""
+    judged: Sequence[Mapping[str, float]] = field(default=(), repr=False)
     task: Task | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
@@ -117,6 +119,20 @@ class Run:
         )  # fmt: skip
         history["worker"] = history["worker"].where(history["num_gradients"] == 1, -1)
         return history.rename_axis("update").reset_index()
+
+    @property
+    def evaluations(self) -> "pd.DataFrame":
+        """A row per evaluation that the chief made on the way: version, time_s, loss and a column per metric.
+
+        Empty without ``train(evaluate_every=...)``. Of a run that failed, loss is all that is known.
+        """
+        import pandas as pd
+
+        rows = self.trace.select("evaluate")
+        table = pd.DataFrame({"version": rows["version"], "time_s": rows["end_s"], "loss": rows["loss"]})
+        for name in self.judged[0] if self.judged else ():
+            table[name] = [row[name] for row in self.judged]
+        return table
 
     @property
     def model(self) -> nn.Module:
@@ -231,6 +247,7 @@ def run_from(strategy: str, cluster: str, task: Task, final: str, outcomes: Mapp
     steps = {str(peer): left.steps for peer, left in outcomes.items() if peer.role in ("worker", "replica")}
     replicas = {str(peer): left.params for peer, left in order if peer.role == "worker" and left.params is not None}
     local = chief.local or {}
+    judged = next((left.judged for left in outcomes.values() if left.judged), [])
     return Run(
         strategy,
         cluster,
@@ -240,6 +257,7 @@ def run_from(strategy: str, cluster: str, task: Task, final: str, outcomes: Mapp
         steps=steps,
         task=task,
         replicas=replicas,
+        judged=judged,
         **rest,
     )
 

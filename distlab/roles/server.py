@@ -173,7 +173,10 @@ class ServerPort:
     def answer(self) -> Params:
         """Wait for parameters."""
         message = self.receive()
-        return Params(message.values, message.version)
+        params = Params(message.values, message.version)
+        if self.worker.ended:
+            self.worker.look(params)  # the last ones: no gradient will be computed at them
+        return params
 
     def receive(self) -> Message:
         """The server's next message. The trace keeps the wait and the transfer (a pull) apart."""

@@ -13,6 +13,7 @@ from distlab.data import Stream
 from distlab.errors import NonFiniteLoss
 from distlab.fabric import Fabric
 from distlab.flat import Flat
+from distlab.roles.chief import Chief
 from distlab.roles.updater import Gradient, Params
 from distlab.task import Task
 
@@ -24,6 +25,7 @@ class Worker:
         index: its number; 0 is the chief.
         model, flat: its copy of the model.
         ended: set when the run is over; `batches` then stops.
+        chief: evaluates and logs, if this worker is to.
     """
 
     def __init__(self, fabric: Fabric, task: Task, *, index: int, num_workers: int, batch_size: int) -> None:
@@ -32,6 +34,7 @@ class Worker:
         self.model.train()
         self.flat = fabric.flat = Flat(self.model)
         self.ended = False
+        self.chief: Chief | None = None
         self.stream = Stream(task.train, batch_size=batch_size, index=index, num_workers=num_workers, seed=task.seed)
         fabric.seed(task.seed * 1_000_003 + index)
 
@@ -60,6 +63,16 @@ class Worker:
             yield self.fabric.timed("load", lambda: self.stream.batch(self.step)).value
             self.step += 1
 
+    def look(self, params: Params) -> None:
+        """Say that this worker holds `params`: if it is the chief, it may evaluate them."""
+        if self.chief is not None:
+            self.chief.look(params)
+
+    def log(self, version: int, loss: float) -> None:
+        """Say what the training loss is at `version`: if this is the chief, it may write it down."""
+        if self.chief is not None:
+            self.chief.log(version, loss)
+
     def gradient(self, params: Params, batch: Any) -> Gradient:
         """The gradient of the mean loss over `batch` at `params`.
 
@@ -69,9 +82,11 @@ class Worker:
         Raises:
             NonFiniteLoss: the loss is infinite or not a number.
         """
+        self.look(params)
         done = self.fabric.timed("compute", lambda: self._backward(params.values, batch), idle=0.0)
         gradient = Gradient(self.flat.grads, params.version, self.index, self.step, self.stream.batch_size, done.value)
         self.fabric.record("compute", done.start_s, done.end_s, version=params.version, **gradient.facts)
+        self.log(params.version, done.value)
         if not math.isfinite(done.value):
             raise NonFiniteLoss(str(self.fabric.me), self.step, done.value)
         return gradient

@@ -7,7 +7,7 @@ process per role and number; the same lines run on real processes and on a virtu
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from distlab.errors import PeerLost
 from distlab.fabric import Fabric, Kind, Peer
 from distlab.flat import Flat, local_state
 from distlab.options import Options
+from distlab.roles.chief import Chief
 from distlab.roles.server import Server, ServerPort, WorkerPort
+from distlab.roles.updater import Params
 from distlab.roles.worker import Worker
 from distlab.task import Task
 
@@ -31,11 +33,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is told: the task, how long, and how many workers compute gradients."""
+    """What a process is told: the task, how long, how many workers compute gradients, and what the chief looks at."""
 
     task: Task
     num_updates: int
     num_workers: int
+    evaluate_every: int | None = None
+    log_dir: str | None = None
 
 
 @dataclass
@@ -47,12 +51,14 @@ class Outcome:
         version: how many updates are in them.
         local: buffers and frozen parameters, by name.
         steps: batches finished.
+        judged: the chief's evaluations: version, loss and each metric by name.
     """
 
     params: Tensor | None = None
     version: int = 0
     local: dict[str, Tensor] | None = None
     steps: int = 0
+    judged: list[dict[str, float]] = field(default_factory=list)
 
 
 class Strategy(Options, ABC):
@@ -155,9 +161,27 @@ class ParameterServerStrategy(Strategy):
 
 
 def worker_of(fabric: Fabric, job: Job, **changes: Any) -> Worker:
-    """This process's worker."""
+    """This process's worker; number 0 is the chief, and in-graph the client is, not a replica."""
     usual = {"index": fabric.me.index, "num_workers": job.num_workers, "batch_size": job.task.batch_size}
-    return Worker(fabric, job.task, **(usual | changes))
+    worker = Worker(fabric, job.task, **(usual | changes))
+    asked: dict[str, Any] = {"every": job.evaluate_every, "log_dir": job.log_dir}
+    if worker.is_chief and fabric.me.role != "replica" and any(asked.values()):
+        worker.chief = fabric.chief = Chief(fabric, job.task, worker.model, **asked)
+    return worker
+
+
+def outcome_of(strategy: Strategy, fabric: Fabric, job: Job) -> Outcome:
+    """What a process leaves: what the strategy says, and what the chief saw, if this was the chief's."""
+    try:
+        outcome = strategy.run(fabric, job)
+        if (chief := fabric.chief) is not None:
+            if outcome.params is not None:  # the final ones, where the chief holds them itself
+                chief.look(Params(outcome.params, outcome.version))
+            outcome.judged = chief.judged
+        return outcome
+    finally:
+        if fabric.chief is not None:
+            fabric.chief.close()
 
 
 def model_of(task: Task, params: Tensor, local: dict[str, Tensor]) -> nn.Module:

@@ -19,7 +19,7 @@ from distlab.errors import NonFiniteLoss
 from distlab.fabric import Fabric, Kind, Link, Message
 from distlab.fabric.base import ALWAYS
 from distlab.flat import local_state
-from distlab.roles.updater import Gradient, Updater
+from distlab.roles.updater import Gradient, Params, Updater
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
 from distlab.task import pair
 
@@ -33,6 +33,7 @@ class InGraph(Strategy):
     Who applies: the client, after it gathered every replica's gradient.
     Assumes: a loss that is a mean over rows of the gathered outputs; then the update equals that of the whole
         batch on one worker. Only the model is replicated: cutting, gathering and the loss run on the client.
+        Buffers (BatchNorm) move on the replicas alone; what the client evaluates on the way knows nothing of them.
     If a replica dies: the run ends with an error that names it.
     If the client dies: the run is over; it was the only one that knew the parameters.
     """
@@ -88,6 +89,7 @@ class Client:
 
     def dispatch(self, batch: Any) -> list[int]:
         """Cut `batch`, send every replica parameters and its piece; returns the sizes of the pieces."""
+        self.worker.look(Params(self.flat.params, self.updater.version))
         done = self.fabric.timed("dispatch", lambda: pieces(pair(batch)[0], len(self.replicas)), idle=ALWAYS)
         samples = size_of(batch)
         self.fabric.record("dispatch", done.start_s, done.end_s, step=self.worker.step, samples=samples)
@@ -124,6 +126,7 @@ class Client:
         done = self.fabric.timed("loss", loss_and_gradient, idle=(0.0, torch.zeros_like(gathered)))
         value, gradient = done.value
         self.fabric.record("loss", done.start_s, done.end_s, step=self.worker.step, loss=value)
+        self.worker.log(self.updater.version, value)
         if not math.isfinite(value):
             raise NonFiniteLoss(str(self.fabric.me), self.worker.step, value)
         return value, list(gradient.split([len(part) for part in outputs]))
