@@ -33,6 +33,7 @@ ACTIVITIES = {
     "send": (ORANGE, "///"),
     "dispatch": (YELLOW, ""),
     "loss": (PINK, "..."),
+    "evaluate": (GREY, "|||"),
 }
 LINES = [
     (BLUE, "-"),

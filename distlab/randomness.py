@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 TURN = threading.RLock()  # one at a time draws from the states that this process has
-DRAWS = {"load", "compute"}
 numpys: Any = np.random  # its type stubs leave out how to exchange the bit generator
 
 
@@ -51,47 +50,47 @@ class Randomness:
     """The random numbers of one process among several that share this one.
 
     Its states are put in place around user code, and what was there before is put back, so that code in the
-    foreground does not move them either. numpy's whole state costs as much as a small gradient to copy: only its bit
-    generator is exchanged, and what numpy keeps beside it (the second of two normal numbers) only after it was drawn
-    from. random's state goes with the kinds of work that load data or compute.
+    foreground does not move them, nor they it. Two states are dear. numpy's costs as much as a small gradient to
+    copy: its bit generator is exchanged instead, and what numpy keeps beside it (the second of two normal numbers)
+    copied once it was drawn from. random's is put back only where one such piece of code is inside another.
     """
+
+    depth = 0  # how many such pieces of code are inside each other now
 
     def __init__(self, seed: int = 0) -> None:
         self._torch = torch.Generator().manual_seed(seed).get_state()
-        self._bits = np.random.MT19937()
-        self._spare: dict[str, Any] | None = None  # numpy's state, while it keeps a second normal number
         self._random = random.Random(seed).getstate()
+        self._bits, self._spare = np.random.MT19937(), None  # type: Any, dict[str, Any] | None
         with TURN:
             before = numpys.get_bit_generator()
             numpys.set_bit_generator(self._bits)
             np.random.seed(seed % 2**32)
             numpys.set_bit_generator(before)
 
-    def around(self, kind: str, function: Callable[[], Any]) -> Any:
+    def around(self, function: Callable[[], Any]) -> Any:
         """Call `function` with this process's random states, and keep what they became."""
         with TURN:
             torchs, bits = torch.get_rng_state(), numpys.get_bit_generator()
-            self._enter(kind)
+            randoms = random.getstate() if Randomness.depth else None
+            torch.set_rng_state(self._torch)
+            random.setstate(self._random)
+            numpys.set_bit_generator(self._bits)
+            if self._spare is not None:
+                np.random.set_state(self._spare)
             place = position(self._bits)
+            Randomness.depth += 1
             try:
                 return function()
             finally:
-                self._torch = torch.get_rng_state()
+                Randomness.depth -= 1
+                self._torch, self._random = torch.get_rng_state(), random.getstate()
                 if self._spare is not None or position(self._bits) != place:
                     spare = np.random.get_state(legacy=False)
                     self._spare = spare if spare["has_gauss"] else None
-                if kind in DRAWS:
-                    self._random = random.getstate()
                 torch.set_rng_state(torchs)
                 numpys.set_bit_generator(bits)
-
-    def _enter(self, kind: str) -> None:
-        torch.set_rng_state(self._torch)
-        numpys.set_bit_generator(self._bits)
-        if self._spare is not None:
-            np.random.set_state(self._spare)
-        if kind in DRAWS:
-            random.setstate(self._random)
+                if randoms is not None:
+                    random.setstate(randoms)
 
 
 def position(bits: Any) -> bytes:

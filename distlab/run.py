@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distlab.reports import Ledger, Replay
 
 FORMAT = 2
-WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error")
+WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error", "judged")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,7 @@ class Run:
         startup_s: from the call to the first event.
         error: what ended it early, as text; "" otherwise.
         task, algorithm: the task and the strategy themselves, for `model`, `evaluate` and `replay`.
+        judged: the chief's evaluations, if it came to its end; see `evaluations`.
     """
 
     strategy: str
@@ -54,6 +55,7 @@ class Run:
     replicas: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     startup_s: float = 0.0
     error: str = ""
+    judged: Sequence[Mapping[str, float]] = field(default=(), repr=False)
     task: Task | None = field(default=None, repr=False)
     algorithm: Strategy | None = field(default=None, repr=False)
 
@@ -122,6 +124,20 @@ class Run:
         )  # fmt: skip
         history["worker"] = history["worker"].where(history["num_gradients"] == 1, -1)
         return history.rename_axis("update").reset_index()
+
+    @property
+    def evaluations(self) -> "pd.DataFrame":
+        """A row per evaluation that the chief made on the way: version, time_s, loss and a column per metric.
+
+        Empty without ``train(evaluate_every=...)``. Of a run that failed, loss is all that is known.
+        """
+        import pandas as pd
+
+        rows = self.trace.select("evaluate")
+        table = pd.DataFrame({"version": rows["version"], "time_s": rows["end_s"], "loss": rows["loss"]})
+        for name in self.judged[0] if self.judged else ():
+            table[name] = [row[name] for row in self.judged]
+        return table
 
     @property
     def model(self) -> nn.Module:
@@ -255,6 +271,7 @@ def run_from(algorithm: Strategy, cluster: str, task: Task, outcomes: Mapping[An
     steps = {str(peer): left.steps for peer, left in outcomes.items() if peer.role in ("worker", "replica")}
     replicas = {str(peer): left.params for peer, left in order if peer.role == "worker" and left.params is not None}
     local = chief.local or {}
+    judged = next((left.judged for left in outcomes.values() if left.judged), [])
     return Run(
         repr(algorithm),
         cluster,
@@ -265,6 +282,7 @@ def run_from(algorithm: Strategy, cluster: str, task: Task, outcomes: Mapping[An
         task=task,
         algorithm=algorithm,
         replicas=replicas,
+        judged=judged,
         **rest,
     )
 

@@ -54,7 +54,7 @@ class Task(Options):
             This is the compute-intensive part: what `InGraph` replicates.
         lr_schedule: (version) -> factor on the optimizer's learning rate. Versions count updates applied by
             all workers together, so a schedule means the same under every strategy.
-        validation: like `train`; what ``run.evaluate()`` uses.
+        validation: like `train`; what ``run.evaluate()`` and ``train(evaluate_every=...)`` use.
         metrics: name -> (outputs, targets) -> scalar, a mean over the batch.
         name: for reprs and saved runs.
 

@@ -31,6 +31,7 @@ KINDS = (
     "dispatch",  # the client: cut and hand out a batch
     "loss",  # the client: the loss of the gathered outputs, and its gradient
     "death",  # the process ended without a word
+    "evaluate",  # the chief: parameters of `version` had this `loss` on the validation data
 )
 ROLES = ("worker", "server", "client", "replica")
 

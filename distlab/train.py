@@ -1,10 +1,15 @@
 """`train` and `start`: a task, a strategy and a cluster in, a `Run` out."""
 
+import importlib.util
+import os
 import queue
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -192,6 +197,8 @@ def start(
     num_updates: int | None = None,
     num_samples: int | None = None,
     num_batches: Sequence[int] | None = None,
+    evaluate_every: int | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
     paused: bool = False,
 ) -> LiveRun:
     """Start a run and return at once.
@@ -203,12 +210,21 @@ def start(
             it to compare strategies.
         num_batches: or how many batches each worker has; one that has used up its own leaves, the others go on, and
             the run ends with the last one.
+        evaluate_every: let the chief (worker 0; in-graph the client) judge the parameters that it holds on the
+            validation data: at version 0, then whenever it has come to the next multiple. See `Run.evaluations`.
+            Costs the chief's time, none on a simulated cluster; its training is as without, bit for bit. BatchNorm
+            is judged with the chief's statistics: the client of `InGraph` has none, no batch goes through its model.
+        log_dir: a folder, made if it is not there, for the chief's TensorBoard files: its training loss
+            (train/loss), the schedule's factor (train/lr_factor) and each evaluation (validation/...), by version.
+            Needs tensorboard. Take a new folder for every run.
         paused: let nothing happen before `LiveRun.step` or `LiveRun.resume` (simulated clusters only).
 
     Raises:
         TypeError, ValueError: bad input, before any process starts, with what was asked and what was got.
+        ModuleNotFoundError, OSError: log_dir cannot be written, in the same way.
     """
     job = checked(task, strategy, cluster, num_updates, num_samples, num_batches)
+    job = replace(job, evaluate_every=check_evaluation(task, evaluate_every), log_dir=check_log_dir(log_dir))
     return LiveRun(task, strategy, cluster, job, paused)
 
 
@@ -221,10 +237,13 @@ def train(
     num_updates: int | None = None,
     num_samples: int | None = None,
     num_batches: Sequence[int] | None = None,
+    evaluate_every: int | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Run:
     """Run to the end, with a progress bar. Arguments and errors as `start`, then those of `LiveRun.wait`."""
-    live = start(task, strategy, cluster, num_updates=num_updates, num_samples=num_samples, num_batches=num_batches)
+    how_long: dict[str, Any] = {"num_updates": num_updates, "num_samples": num_samples, "num_batches": num_batches}
+    live = start(task, strategy, cluster, **how_long, evaluate_every=evaluate_every, log_dir=log_dir)
     return live.wait(progress=progress)
 
 
@@ -263,6 +282,35 @@ def checked_batches(num_batches: Sequence[int], num_workers: int) -> tuple[int, 
     if len(counts) != num_workers:
         raise ValueError(f"num_batches has {len(counts)} numbers for {num_workers} workers")
     return counts
+
+
+def check_evaluation(task: Task, every: int | None) -> int | None:
+    """`every`, if this task can be evaluated."""
+    if every is None:
+        return None
+    check_count("evaluate_every", every)
+    if task.validation is None:
+        raise ValueError(f"evaluate_every={every!r}, but this task has no validation data: pass Task(validation=...)")
+    if taken := {"version", "time_s"} & set(task.metrics):
+        raise ValueError(f"a metric cannot be called {taken.pop()!r} here: run.evaluations has a column of that name")
+    return every
+
+
+def check_log_dir(log_dir: str | os.PathLike[str] | None) -> str | None:
+    """The absolute path of `log_dir`, made if it is not there, if event files can be written there."""
+    if log_dir is None:
+        return None
+    if not isinstance(log_dir, (str, os.PathLike)):
+        raise TypeError(f"log_dir must be the path of a folder, got {log_dir!r} ({type(log_dir).__name__})")
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ModuleNotFoundError(f"log_dir={str(log_dir)!r} needs tensorboard: pip install 'distlab[tensorboard]'")
+    folder = Path(log_dir).resolve()  # a worker may stand elsewhere
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
+    except OSError as error:
+        raise OSError(f"log_dir={str(log_dir)!r} cannot be written to: {error}") from error
 
 
 def check_picklable(what: str, value: Any, path: str, depth: int = 0) -> None:

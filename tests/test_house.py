@@ -32,7 +32,7 @@ FLOORS = {
 # Methods that open a door to a floor above, such as run.plot(): (who, whom), imported in the method only.
 DOORS = {("run", "reports"), ("clusters", "reports")}
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-CORE_FLOORS, HEAVY = 5.5, {"matplotlib", "ipywidgets", "pandas", "sklearn"}
+CORE_FLOORS, HEAVY = 5.5, {"matplotlib", "ipywidgets", "pandas", "sklearn", "tensorboard"}
 
 
 @cache

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from distlab.fabric import Peer
 from distlab.fabric.torch_fabric import TorchFabric
-from distlab.strategies.base import Job, Outcome, Strategy
+from distlab.strategies.base import Job, Outcome, Strategy, outcome_of
 from distlab.trace import Buffer, Recorder
 
 FLUSH_S = 0.05
@@ -92,7 +92,7 @@ def run(payload: bytes, place: Place, fabric: TorchFabric) -> Outcome:
     strategy, job = cloudpickle.loads(payload)
     fabric.connect(place.links, dist.FileStore(place.store, -1))
     left: list[Outcome] = []
-    fabric.spawn(lambda: left.append(strategy.run(fabric, job))).join()
+    fabric.spawn(lambda: left.append(outcome_of(strategy, fabric, job))).join()
     return left[0]
 
 

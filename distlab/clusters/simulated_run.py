@@ -14,7 +14,7 @@ from distlab.fabric import Peer
 from distlab.fabric.simulated import SimulatedFabric, World
 from distlab.options import check_count
 from distlab.randomness import undisturbed
-from distlab.strategies.base import Job, Strategy
+from distlab.strategies.base import Job, Strategy, outcome_of
 
 FLUSH_S = 0.05  # events are handed over this often, as those of real processes are
 GIVE_UP_S = 2.0  # how long `kill` waits for user code that may never come back
@@ -88,7 +88,10 @@ class SimulatedRun(Launched):
     def _run(self) -> None:
         try:
             with undisturbed():
-                self._simulate()
+                try:
+                    self._simulate()
+                finally:
+                    self._close_logs()
         except BaseException as error:
             self._ending.error = error
         with self._turn:
@@ -128,7 +131,13 @@ class SimulatedRun(Launched):
                 self.events += 1
 
     def _program(self, me: Peer, node: SimulatedFabric) -> None:
-        self._ending.outcomes[me] = self._strategy.run(node, self._job)
+        self._ending.outcomes[me] = outcome_of(self._strategy, node, self._job)
+
+    def _close_logs(self) -> None:
+        """Of processes, too, whose code stands still because another has failed."""
+        for node in self.world.nodes.values() if self.world is not None else ():
+            if node.chief is not None:
+                node.chief.close()
 
     def _flush(self) -> None:
         if self.world is not None:

@@ -145,6 +145,7 @@ class Fabric(ABC):
         stopping: true once somebody asked the run to stop early.
         step: the batch that this process is at, for whoever must name it; -1 before the first.
         flat: the parameters that this process holds, for whoever looks into a paused run.
+        chief: who evaluates and logs on this process, for whoever ends it.
     """
 
     parallel: ClassVar[bool] = True
@@ -154,6 +155,7 @@ class Fabric(ABC):
     stopping: bool = field(default=False, init=False)
     step: int = field(default=-1, init=False)
     flat: Vector | None = field(default=None, init=False)
+    chief: Any = field(default=None, init=False)
 
     @abstractmethod
     def now(self) -> float:
@@ -197,6 +199,6 @@ class Fabric(ABC):
         self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None
     ) -> Timed:
         """Do `function` and say when. The one door for user code and for work that takes time: a simulated world
-        charges its law for `kind` ("compute", "load", "apply", "dispatch", "loss"), a real one measures; `share`
-        says which part of a whole gradient this is. A world that computes nothing returns `idle`, unless that is
-        ALWAYS. It is cancelled, in a simulated world, when a message comes on the link `unless` before it is done."""
+        charges its law for `kind` ("compute", "load", "apply", "dispatch", "loss", "evaluate"), a real one measures;
+        `share` says which part of a whole gradient this is. A world that computes nothing returns `idle`, unless that
+        is ALWAYS. It is cancelled (a simulated world only) if a message comes on the link `unless` meanwhile."""

@@ -316,7 +316,7 @@ class SimulatedFabric(Fabric):
         if unless is None and seconds:
             self.block(self.world.env.timeout(seconds), f"its own {kind}")
         skip = self.world.hollow and idle is not ALWAYS
-        value = idle if skip else self.randomness.around(kind, function)  # at the end: what it changes, and
+        value = idle if skip else self.randomness.around(function)  # at the end: what it changes, and
         return Timed(value, start, self.now())  # what its caller says about that, then happen at one moment
 
     def _interrupted(self, link: Link, seconds: float) -> bool:

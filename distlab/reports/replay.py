@@ -235,7 +235,7 @@ class Player:
         step, read = gradients[0][1:]
         holder = self.holders[0]
         whole = Stream(self.task.train, batch_size=self.task.batch_size * self.num_workers, seed=self.task.seed)
-        batch = self.client.around("load", lambda: whole.batch(step))
+        batch = self.client.around(lambda: whole.batch(step))
         parts = pieces(pair(batch)[0], self.num_workers)
         computers = [self._computer(i) for i in range(len(parts))]
         outputs = [self._forward(c, holder.versions[read], part) for c, part in zip(computers, parts, strict=True)]
@@ -267,7 +267,7 @@ class Player:
         def backward() -> float:
             return computer.backward(params, computer.stream.batch(batch))
 
-        loss = self.random[worker].around("compute", backward)
+        loss = self.random[worker].around(backward)
         self.at[worker] += 1
         if self.uses[worker, step]:
             self.done[worker, step] = computer.flat.message.clone(), loss
@@ -276,12 +276,12 @@ class Player:
         """A replica's outputs."""
         computer.flat.params.copy_(params)
         forward = lambda: self.task.outputs(computer.model, (inputs, None))  # noqa: E731
-        return self.random[computer.index].around("compute", forward)
+        return self.random[computer.index].around(forward)
 
     def _backward(self, computer: Computer, outputs: Tensor, gradient: Tensor) -> Tensor:
         """A replica's gradient (size,)."""
         computer.flat.grads.zero_()
-        self.random[computer.index].around("compute", lambda: outputs.backward(gradient))
+        self.random[computer.index].around(lambda: outputs.backward(gradient))
         return computer.flat.grads.clone()
 
     def _step(self, lane: Lane, mean: Tensor, version: int, factor: float = 1.0) -> None:

@@ -277,10 +277,14 @@ class ServerPort:
         dropped = all(m.kind is Kind.DROPPED for m in messages)
         versions = tuple(m.version for m in messages)
         if self._whole is None:
-            return Params(messages[0].values, versions[0], (), dropped)
-        for shard, message in zip(self._shards, messages, strict=True):
-            shard.put(message.values, self._whole)
-        return Params(self._whole, versions[0], versions, dropped)
+            params = Params(messages[0].values, versions[0], (), dropped)
+        else:
+            for shard, message in zip(self._shards, messages, strict=True):
+                shard.put(message.values, self._whole)
+            params = Params(self._whole, versions[0], versions, dropped)
+        if self.worker.ended:
+            self.worker.look(params)  # the last ones: no gradient will be computed at them
+        return params
 
     def receive(self) -> Message:
         """The one server's next message."""

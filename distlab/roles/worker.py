@@ -13,6 +13,7 @@ from distlab.data import Stream
 from distlab.errors import NonFiniteLoss
 from distlab.fabric import Fabric, Link
 from distlab.flat import Flat
+from distlab.roles.chief import Chief
 from distlab.roles.updater import Gradient, Params
 from distlab.task import Task
 
@@ -52,6 +53,7 @@ class Worker(Computer):
         ended: set when the run is over; `batches` then stops.
         batch: which batch of its stream it is at.
         again: set it, and the next batch is this one once more.
+        chief: evaluates and logs, if this worker is to.
     """
 
     def __init__(self, fabric: Fabric, task: Task, *, num_batches: int | None = None, **part: int) -> None:
@@ -59,6 +61,7 @@ class Worker(Computer):
         self.fabric, fabric.flat = fabric, self.flat
         self.ended = False
         self.batch, self.again, self._num_batches = 0, False, num_batches
+        self.chief: Chief | None = None
         fabric.seed(self.seed)
 
     @property
@@ -92,6 +95,16 @@ class Worker(Computer):
         while not self.ended:
             yield USED_UP
 
+    def look(self, params: Params) -> None:
+        """Say that this worker holds `params`: if it is the chief, it may evaluate them."""
+        if self.chief is not None:
+            self.chief.look(params)
+
+    def log(self, version: int, loss: float) -> None:
+        """Say what the training loss is at `version`: if this is the chief, it may write it down."""
+        if self.chief is not None:
+            self.chief.log(version, loss)
+
     def gradient(self, params: Params, batch: Any) -> Gradient:
         """The gradient of the mean loss over `batch` at `params`.
 
@@ -107,6 +120,7 @@ class Worker(Computer):
 
     def gradient_unless(self, news: Link | None, params: Params, batch: Any) -> Gradient | None:
         """The same, but stop at once, with None, when a message comes on the link `news` (a simulated run only)."""
+        self.look(params)
         done = self.fabric.timed("compute", lambda: self.backward(params.values, batch), unless=news)
         loss, samples = math.nan if done.value is None else done.value, self.stream.batch_size
         grads, reads = self.flat.grads, params.versions
@@ -115,6 +129,7 @@ class Worker(Computer):
         self.fabric.record(kind, done.start_s, done.end_s, version=params.version, batch=self.batch, **facts)
         if done.cancelled:
             return None
+        self.log(params.version, loss)
         self.checked(done.value)
         return gradient
 

@@ -8,7 +8,7 @@ import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from distlab.errors import PeerLost
 from distlab.fabric import Fabric, Kind, Peer
 from distlab.flat import Flat, Vector, local_state, padded
 from distlab.options import Options
+from distlab.roles.chief import Chief
 from distlab.roles.server import Server, ServerPort, WorkerPort
-from distlab.roles.updater import treats_elements_alike
+from distlab.roles.updater import Params, treats_elements_alike
 from distlab.roles.worker import Worker
 from distlab.rules import MEAN, Rule
 from distlab.shards import Shard, cut
@@ -43,12 +44,15 @@ class Job:
     Attributes:
         num_updates: the version at which the run is over, if the workers' data lasts so long.
         num_batches: how many batches each worker has.
+        evaluate_every, log_dir: what the chief looks at, and where it writes.
     """
 
     task: Task
     num_updates: int
     num_workers: int
     num_batches: tuple[int, ...] | None = None
+    evaluate_every: int | None = None
+    log_dir: str | None = None
 
     def batches_of(self, worker: int) -> int | None:
         """How many batches this worker has; None: as many as it takes."""
@@ -65,6 +69,7 @@ class Outcome:
         local: buffers and frozen parameters, by name.
         steps: batches finished.
         ranges: where `params` belong in the whole vector, (start, stop) each; empty: they are all of it.
+        judged: the chief's evaluations: version, loss and each metric by name.
     """
 
     params: Tensor | None = None
@@ -72,6 +77,7 @@ class Outcome:
     local: dict[str, Tensor] | None = None
     steps: int = 0
     ranges: tuple[tuple[int, int], ...] = ()
+    judged: list[dict[str, float]] = field(default_factory=list)
 
 
 class Strategy(Options, ABC):
@@ -230,10 +236,28 @@ def held(flat: Flat, shards: Sequence[Shard]) -> list[dict[str, Any]]:
 
 
 def worker_of(fabric: Fabric, job: Job, **changes: Any) -> Worker:
-    """This process's worker."""
+    """This process's worker; number 0 is the chief, and in-graph the client is, not a replica."""
     index = fabric.me.index
     usual = {"index": index, "num_workers": job.num_workers, "batch_size": job.task.batch_size}
-    return Worker(fabric, job.task, **({"num_batches": job.batches_of(index)} | usual | changes))
+    worker = Worker(fabric, job.task, **({"num_batches": job.batches_of(index)} | usual | changes))
+    asked: dict[str, Any] = {"every": job.evaluate_every, "log_dir": job.log_dir}
+    if worker.is_chief and fabric.me.role != "replica" and any(asked.values()):
+        worker.chief = fabric.chief = Chief(fabric, job.task, worker.model, **asked)
+    return worker
+
+
+def outcome_of(strategy: Strategy, fabric: Fabric, job: Job) -> Outcome:
+    """What a process leaves: what the strategy says, and what the chief saw, if this was the chief's."""
+    try:
+        outcome = strategy.run(fabric, job)
+        if (chief := fabric.chief) is not None:
+            if outcome.params is not None:  # the final ones, where the chief holds them itself
+                chief.look(Params(outcome.params, outcome.version))
+            outcome.judged = chief.judged
+        return outcome
+    finally:
+        if fabric.chief is not None:
+            fabric.chief.close()
 
 
 def model_of(task: Task, params: Tensor, local: dict[str, Tensor]) -> nn.Module:

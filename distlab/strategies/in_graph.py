@@ -17,7 +17,7 @@ from distlab.data import Stream, pieces, size_of
 from distlab.fabric import Fabric, Kind, Link, Message
 from distlab.fabric.base import ALWAYS
 from distlab.flat import local_state
-from distlab.roles.updater import Gradient, Updater
+from distlab.roles.updater import Gradient, Params, Updater
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
 from distlab.task import pair
 
@@ -32,6 +32,7 @@ class InGraph(Strategy):
     What is dropped: nothing.
     Assumes: a loss that is a mean over rows of the gathered outputs; then the update equals that of the whole
         batch on one worker. Only the model is replicated: cutting, gathering and the loss run on the client.
+        Buffers (BatchNorm) move on the replicas alone; what the client evaluates on the way knows nothing of them.
     If a replica dies: the run ends with an error that names it.
     If the client dies: the run is over; it was the only one that knew the parameters.
     """
@@ -87,6 +88,7 @@ class Client:
 
     def dispatch(self, batch: Any) -> list[int]:
         """Cut `batch`, send every replica parameters and its piece; returns the sizes of the pieces."""
+        self.worker.look(Params(self.flat.params, self.updater.version))
         done = self.fabric.timed("dispatch", lambda: pieces(pair(batch)[0], len(self.replicas)), idle=ALWAYS)
         parts, start = done.value, done.start_s
         for _ in parts[1:]:  # each replica's part takes its time
@@ -126,6 +128,7 @@ class Client:
         value, gradient = done.value
         value = self.worker.checked(value)
         self.fabric.record("loss", done.start_s, done.end_s, step=self.worker.step, loss=value)
+        self.worker.log(self.updater.version, value)
         return value, list(gradient.split([len(part) for part in outputs]))
 
     def apply(self, grads: list[Tensor], sizes: list[int], loss: float) -> None:
