@@ -10,6 +10,7 @@ import random
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from distlab.clusters.simulated import SimulatedCluster
 from distlab.clusters.simulated_run import SimulatedRun
-from distlab.errors import DistlabError, PeerLost, ProcessLost
+from distlab.errors import DistlabError, DivergenceWarning, PeerLost, ProcessLost
 from distlab.fabric.laws import Constant, Exponential, Gamma, Law, Pareto
 from distlab.fabric.network import IDEAL, Change, Network
 from distlab.options import check_count, options
@@ -112,7 +113,9 @@ def run(case: Case) -> Run:
     live = start(task, case.strategy, case.cluster, num_updates=case.num_updates)
     try:
         wait_while_it_moves(live.launched)
-        return live.wait()
+        with warnings.catch_warnings():  # whether the toy is stable is not the question here
+            warnings.simplefilter("ignore", DivergenceWarning)
+            return live.wait()
     except PromiseBroken:
         raise
     except Exception as error:

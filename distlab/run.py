@@ -17,7 +17,7 @@ from distlab.trace import EVENT, ROLES, Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-    from distlab.reports import Ledger, Replay
+    from distlab.reports import Ledger, Replay, Stability
 
 FORMAT = 1
 WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error")
@@ -153,6 +153,17 @@ class Run:
 
         edits = {"lr": lr, "without_worker": without_worker}
         return replay(self.trace, self._task(), num_workers=self.num_workers, **edits)  # type: ignore[arg-type]
+
+    def stability(self) -> "Stability":
+        """Is the learning rate too large for gradients this old? Measures the curvature; see `reports.stability`."""
+        from distlab.reports import stability
+
+        return stability(self, self._task())
+
+    def _warn_if_diverging(self, error: BaseException | None) -> None:
+        from distlab.reports.stability import warn_if_diverging
+
+        warn_if_diverging(self, self._task(), error)
 
     def summary(self) -> dict[str, Any]:
         """The run in one row: strategy, updates/s, mean staleness, bytes, who applied, and the final loss."""
