@@ -11,7 +11,16 @@ A run is a task, a strategy and a cluster:
 from distlab import tasks, theory
 from distlab.check import PromiseBroken, check_strategy
 from distlab.clusters import Cluster, LocalCluster, SimulatedCluster
-from distlab.errors import BadMessage, Deadlock, DistlabError, NonFiniteLoss, PeerLost, ProcessLost, RemoteError
+from distlab.errors import (
+    BadMessage,
+    Deadlock,
+    DistlabError,
+    DivergenceWarning,
+    NonFiniteLoss,
+    PeerLost,
+    ProcessLost,
+    RemoteError,
+)
 from distlab.fabric import laws
 from distlab.fabric.network import Network
 from distlab.rules import DelayCompensation
@@ -64,6 +73,7 @@ __all__ = [  # noqa: RUF022  # in the order in which the lessons meet them
     "Cluster",
     "DistlabError",
     "NonFiniteLoss",
+    "DivergenceWarning",
     "ProcessLost",
     "PeerLost",
     "BadMessage",

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from distlab.clusters.simulated import SimulatedCluster
 from distlab.clusters.simulated_run import SimulatedRun
-from distlab.errors import DistlabError, PeerLost, ProcessLost
+from distlab.errors import DistlabError, DivergenceWarning, PeerLost, ProcessLost
 from distlab.fabric.laws import Constant, Exponential, Gamma, Law, Pareto
 from distlab.fabric.network import IDEAL, Change, Network
 from distlab.options import check_count, check_word, options
@@ -126,7 +127,9 @@ def run(case: Case) -> Run:
     live = start(task, case.strategy, case.cluster, num_updates=case.num_updates)
     try:
         wait_while_it_moves(live.launched)
-        return live.wait()
+        with warnings.catch_warnings():  # whether the toy is stable is not the question here
+            warnings.simplefilter("ignore", DivergenceWarning)
+            return live.wait()
     except PromiseBroken as error:
         error.add_note(f"in {case}")
         raise

@@ -24,6 +24,10 @@ class NonFiniteLoss(DistlabError):
         return type(self), (self.who, self.step, self.loss)
 
 
+class DivergenceWarning(UserWarning):
+    """A run's loss left the finite, or its learning rate is past the limit for gradients as old as its own."""
+
+
 class PeerLost(DistlabError):
     """The other end of a link is gone."""
 

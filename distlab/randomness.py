@@ -38,6 +38,19 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
+def put_back(seed: int) -> Iterator[None]:
+    """All random states seeded inside, and afterwards as they were before."""
+    states = torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+@contextmanager
 def forked(number: int | None = None) -> Iterator[None]:
     """torch draws from a state of its own inside, seeded by `number`; no simulated process draws meanwhile."""
     with TURN, torch.random.fork_rng(devices=[]):
@@ -50,12 +63,10 @@ class Randomness:
     """The random numbers of one process among several that share this one.
 
     Its states are put in place around user code, and what was there before is put back, so that code in the
-    foreground does not move them, nor they it. Two states are dear. numpy's costs as much as a small gradient to
-    copy: its bit generator is exchanged instead, and what numpy keeps beside it (the second of two normal numbers)
-    copied once it was drawn from. random's is put back only where one such piece of code is inside another.
+    foreground does not move them, nor they it (but for random's, which is dear to read: there only the run's own are
+    kept apart). numpy's whole state costs as much as a small gradient to copy: its bit generator is exchanged instead,
+    and what numpy keeps beside it (the second of two normal numbers) copied once it was drawn from.
     """
-
-    depth = 0  # how many such pieces of code are inside each other now
 
     def __init__(self, seed: int = 0) -> None:
         self._torch = torch.Generator().manual_seed(seed).get_state()
@@ -71,26 +82,21 @@ class Randomness:
         """Call `function` with this process's random states, and keep what they became."""
         with TURN:
             torchs, bits = torch.get_rng_state(), numpys.get_bit_generator()
-            randoms = random.getstate() if Randomness.depth else None
             torch.set_rng_state(self._torch)
             random.setstate(self._random)
             numpys.set_bit_generator(self._bits)
             if self._spare is not None:
                 np.random.set_state(self._spare)
             place = position(self._bits)
-            Randomness.depth += 1
             try:
                 return function()
             finally:
-                Randomness.depth -= 1
                 self._torch, self._random = torch.get_rng_state(), random.getstate()
                 if self._spare is not None or position(self._bits) != place:
                     spare = np.random.get_state(legacy=False)
                     self._spare = spare if spare["has_gauss"] else None
                 torch.set_rng_state(torchs)
                 numpys.set_bit_generator(bits)
-                if randoms is not None:
-                    random.setstate(randoms)
 
 
 def position(bits: Any) -> bytes:

@@ -19,7 +19,7 @@ from distlab.trace import EVENT, ROLES, Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-    from distlab.reports import Ledger, Replay
+    from distlab.reports import Ledger, Replay, Stability
 
 FORMAT = 2
 WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error", "judged")
@@ -176,6 +176,17 @@ class Run:
         if strategy is None:
             raise DistlabError("a loaded run does not hold its strategy: load it with load_run(path, task, strategy)")
         return replay(self.trace, task, strategy, num_workers=self.num_workers, lr=lr, without_worker=without_worker)
+
+    def stability(self) -> "Stability":
+        """Is the learning rate too large for gradients this old? Measures the curvature; see `reports.stability`."""
+        from distlab.reports import stability
+
+        return stability(self, self._task())
+
+    def _warn_if_diverging(self, error: BaseException | None) -> None:
+        from distlab.reports.stability import warn_if_diverging
+
+        warn_if_diverging(self, self._task(), error)
 
     def summary(self) -> dict[str, Any]:
         """The run in one row: strategy, updates/s, mean staleness, bytes, who applied, and the final loss."""

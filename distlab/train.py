@@ -143,6 +143,7 @@ class LiveRun:
         with self._lock:
             if self._run is None:
                 self._run = self._result(ending)
+                self._run._warn_if_diverging(ending.error)
         if ending.error is not None:
             ending.error.run = self._run  # type: ignore[attr-defined]
             raise ending.error

@@ -15,7 +15,7 @@ from torch import nn
 from distlab.fabric import Fabric
 from distlab.fabric.base import Timed
 from distlab.flat import Flat, local_state
-from distlab.randomness import Randomness
+from distlab.randomness import put_back
 from distlab.roles.updater import Params
 from distlab.task import Task
 
@@ -74,7 +74,8 @@ class Chief:
 
     def _apart(self, function: Callable[[], Any]) -> Any:
         """With random numbers of its own, every time the same, so that evaluations can be compared."""
-        return Randomness(self._task.seed).around(function)
+        with put_back(self._task.seed):
+            return function()
 
     def _write(self, version: int, values: dict[str, float]) -> None:
         if self._writer is not None:
