@@ -23,8 +23,9 @@ from distlab.errors import (
 )
 from distlab.fabric import laws
 from distlab.fabric.network import Network
+from distlab.reports import compare
 from distlab.rules import DelayCompensation
-from distlab.run import Run, compare, load_run
+from distlab.run import Run, load_run
 from distlab.strategies import (
     AllReduce,
     AsyncPS,

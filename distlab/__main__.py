@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 import distlab as dl
 from distlab import plots
 from distlab.options import nearest
-from distlab.run import said
+from distlab.reports.tables import said
 from distlab.tasks import READY
 
 STRATEGIES: dict[str, Any] = {

@@ -111,19 +111,9 @@ class Run:
 
         With several gradients in an update, loss and staleness are their means and worker is -1.
         """
-        import pandas as pd
+        from distlab.reports import history
 
-        rows = self.applies
-        names = ("version", "worker", "read", "end_s", "loss")
-        table = pd.DataFrame({name: rows[name] for name in names})
-        table["staleness"] = table["version"] - 1 - table["read"]
-        updates = table.groupby("version")
-        history = updates.agg(
-            time_s=("end_s", "min"), loss=("loss", "mean"), worker=("worker", "first"),
-            version_read=("read", "min"), staleness=("staleness", "mean"), num_gradients=("read", "size"),
-        )  # fmt: skip
-        history["worker"] = history["worker"].where(history["num_gradients"] == 1, -1)
-        return history.rename_axis("update").reset_index()
+        return history(self)
 
     @property
     def evaluations(self) -> "pd.DataFrame":
@@ -131,13 +121,9 @@ class Run:
 
         Empty without ``train(evaluate_every=...)``. Of a run that failed, loss is all that is known.
         """
-        import pandas as pd
+        from distlab.reports import evaluations
 
-        rows = self.trace.select("evaluate")
-        table = pd.DataFrame({"version": rows["version"], "time_s": rows["end_s"], "loss": rows["loss"]})
-        for name in self.judged[0] if self.judged else ():
-            table[name] = [row[name] for row in self.judged]
-        return table
+        return evaluations(self)
 
     @property
     def model(self) -> nn.Module:
@@ -190,16 +176,9 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """The run in one row: strategy, updates/s, mean staleness, bytes, who applied, and the final loss."""
-        losses = self.applies["loss"][-20:]
-        return {
-            "strategy": self.strategy,
-            "updates": self.num_updates,
-            "updates_per_s": round(self.updates_per_s, 1),
-            "mean_staleness": round(self.mean_staleness, 2),
-            "bytes_sent": self.bytes_sent,
-            "train_loss": round(float(losses.mean()), 4) if len(losses) else float("nan"),
-            "who_applied": said(self.who_applied),
-        }
+        from distlab.reports import summary
+
+        return summary(self)
 
     def save(self, path: str | Path) -> Path:
         """Write the run into the folder `path` (made if it is not there): JSON, npz and safetensors, no pickle."""
@@ -220,16 +199,6 @@ class Run:
         if self.task is None:
             raise DistlabError("a loaded run has no task of its own: load it with load_run(path, task=...)")
         return self.task
-
-
-def said(who: list[str]) -> str:
-    """ "server 0", "4 workers", "server 0 and 4 workers"."""
-    parts: list[str] = []
-    for role in ("server", "client", *ROLES):
-        names = [w for w in who if w.startswith(role)]
-        if names and not any(role in p for p in parts):
-            parts.append(names[0] if len(names) == 1 else f"{len(names)} {role}s")
-    return " and ".join(parts) or "nobody"
 
 
 def load_run(path: str | Path, task: Task | None = None, strategy: Strategy | None = None) -> Run:
@@ -274,7 +243,7 @@ def run_from(algorithm: Strategy, cluster: str, task: Task, outcomes: Mapping[An
     that has the most updates in it (of several, the first: not all see the last one), or from all who hold a part."""
     order = sorted(outcomes.items(), key=lambda item: item[0].index)
     first = {peer.role: left for peer, left in reversed(order)}
-    final, held = [left for peer, left in order if peer.role == algorithm.final], rest.pop("num_holders")
+    final, held = [left for peer, left in order if peer.role == algorithm.final], rest.pop("num_holders", 1)
     model = max(final, key=lambda left: left.version, default=Outcome())
     if model.ranges:
         model = whole(final) if len(final) == held else Outcome()
@@ -296,24 +265,3 @@ def run_from(algorithm: Strategy, cluster: str, task: Task, outcomes: Mapping[An
         judged=judged,
         **rest,
     )
-
-
-def compare(runs: Sequence[Run] | Mapping[str, Run]) -> "pd.DataFrame":
-    """Runs side by side: a row each, with what `Run.summary` says and updates/s over those of the first.
-
-    Put a simulation beside the run it was calibrated on, and the last column is how good the prediction was.
-    """
-    import pandas as pd
-
-    named = (
-        runs
-        if isinstance(runs, Mapping)
-        else {f"{getattr(r, 'strategy', r)} on {getattr(r, 'cluster', '')}": r for r in runs}
-    )
-    if not named:
-        raise ValueError("there is no run to compare")
-    for run in named.values():
-        if not isinstance(run, Run):
-            raise TypeError(f"compare takes runs, got {run!r}")
-    table = pd.DataFrame([run.summary() for run in named.values()], index=list(named))
-    return table.assign(relative=(table["updates_per_s"] / table["updates_per_s"].iloc[0]).round(3))

@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "distlab"
 
 FLOORS = {
-    0: {"options", "errors", "task", "data", "flat", "shards", "rules", "trace", "datasets", "randomness"},
+    0: {"options", "errors", "task", "data", "flat", "shards", "rules", "trace", "randomness"},
     1: {"fabric"},
     2: {"collectives", "roles"},
     3: {"strategies"},
     4: {"clusters"},
     5: {"train", "run", "faults", "checkpoint"},
-    5.5: {"reports", "check", "tasks", "theory"},
+    5.5: {"reports", "check", "datasets", "tasks", "theory"},
     6: {"plots"},
     7: {"dashboard", "exercises"},
     7.5: {""},  # distlab/__init__.py: it names what is below, and nothing below imports it

@@ -106,7 +106,7 @@ def test_history_of_a_synchronous_run_names_no_single_worker(two):
 
 def test_model_is_of_the_first_process_with_the_most_updates(task):
     outcomes = {Peer("worker", i): Outcome(torch.tensor([float(i)]), version) for i, version in enumerate((3, 5, 5))}
-    made = run_from("", "", task, "worker", outcomes, trace=Trace(np.zeros(0, EVENT)))
+    made = run_from(dl.AllReduce(), "", task, outcomes, trace=Trace(np.zeros(0, EVENT)))
     assert (made.params.tolist(), made.version) == ([1.0], 5)
 
 

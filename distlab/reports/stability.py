@@ -152,7 +152,7 @@ def warn_if_diverging(run: Run, task: Task, error: BaseException | None) -> None
     run's fault, and stays in here.
     """
     failed = error if isinstance(error, NonFiniteLoss) else None
-    if not failed and (error or not run.mean_staleness >= ASYNCHRONOUS or not run.applies["loss"].any()):
+    if not failed and (error or not run.mean_staleness >= ASYNCHRONOUS or not np.isfinite(run.applies["loss"]).any()):
         return
     try:
         found = stability(run, task, within_s=affordable_s(run, task))
