@@ -1,6 +1,8 @@
 """The command line, with the words of the Python interface: ``python -m distlab train --help``."""
 
+import inspect
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,18 @@ def demo(context: click.Context, figure: Path) -> None:
     """Digits under every strategy on real processes, each gradient padded to 5 ms."""
     context.invoke(compare, task="digits", num_workers=4, strategies=",".join(STRATEGIES), num_samples=38_400,
                    figure=figure, compute_time_s=0.005, batch_size=32, lr=0.2, seed=0)  # fmt: skip
+
+
+@main.command()
+def strategies() -> None:
+    """Print, for each strategy: who applies, what is dropped, what each death does (STRATEGIES.md)."""
+    click.echo("# Strategies: who applies, what is dropped, what a death does\n")
+    click.echo("Made from the docstrings by `python -m distlab strategies`.")
+    for kind in STRATEGIES.values():
+        said = inspect.cleandoc(kind.__doc__ or "").partition("\nArgs:")[0].partition("\nSource:")[0].strip()
+        first, *parts = re.split(r"^((?:Who|What|Assumes|If)[^:\n]*):", said, flags=re.MULTILINE)
+        lines = [f"- **{head}**: {' '.join(text.split())}" for head, text in zip(parts[::2], parts[1::2], strict=True)]
+        click.echo(f"\n## {kind.__name__}\n\n{first.strip()}\n\n" + "\n".join(lines))
 
 
 def row(run: dl.Run) -> dict[str, Any]:

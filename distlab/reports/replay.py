@@ -25,6 +25,7 @@ from distlab.roles.worker import Computer
 from distlab.rules import MEAN, Rule
 from distlab.shards import Shard
 from distlab.strategies.base import ParameterServerStrategy, Strategy, model_of
+from distlab.strategies.in_graph import flatten, unflatten
 from distlab.task import Task, pair
 from distlab.trace import ROLES, Trace
 
@@ -236,13 +237,14 @@ class Player:
         holder = self.holders[0]
         whole = Stream(self.task.train, batch_size=self.task.batch_size * self.num_workers, seed=self.task.seed)
         batch = self.client.around(lambda: whole.batch(step))
-        parts = pieces(pair(batch)[0], self.num_workers)
+        cut = pieces(pair(batch)[0], self.num_workers)
+        parts = [unflatten(part, [t.clone() for t in flatten(part)]) for part in cut]  # aligned, as they came
         computers = [self._computer(i) for i in range(len(parts))]
         outputs = [self._forward(c, holder.versions[read], part) for c, part in zip(computers, parts, strict=True)]
         gathered = torch.cat([o.detach() for o in outputs]).requires_grad_()
         loss = self.task.loss_of(gathered, batch)
         grads = torch.autograd.grad(loss, gathered)[0].split([len(o) for o in outputs])
-        values = [self._backward(c, o, g) for c, o, g in zip(computers, outputs, grads, strict=True)]
+        values = [self._backward(c, o, g.clone()) for c, o, g in zip(computers, outputs, grads, strict=True)]
         self._step(holder.lane, torch.stack(values).sum(0), holder.applied)
         return loss.item()
 

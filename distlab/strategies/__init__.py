@@ -2,7 +2,7 @@
 
 from distlab.strategies.all_reduce import AllReduce
 from distlab.strategies.async_ps import AsyncPS
-from distlab.strategies.base import Strategy
+from distlab.strategies.base import ParameterServerStrategy, Strategy
 from distlab.strategies.broadcast_gradients import BroadcastGradients
 from distlab.strategies.hogwild import Hogwild
 from distlab.strategies.in_graph import InGraph
@@ -16,6 +16,7 @@ __all__ = [
     "BroadcastGradients",
     "Hogwild",
     "InGraph",
+    "ParameterServerStrategy",
     "SingleWorker",
     "Strategy",
     "SyncPS",

@@ -23,7 +23,7 @@ class BroadcastGradients(ParameterServerStrategy):
     Who applies: every worker, all gradients; the server too, so that somebody has the last one.
     What is dropped: nothing.
     Assumes: that the workers can afford P times the bytes and P optimizers. One worker is plain training.
-    If a worker dies: the run ends with an error that names it.
+    If a worker or the server dies: the run ends with an error that names it.
     """
 
     def serve(self, server: Server, worker: WorkerPort) -> None:

@@ -26,6 +26,7 @@ class Hogwild(Strategy):
 
     Who applies: each worker, its own gradients, with an optimizer of its own: momentum and Adam's averages know that
         worker's gradients alone, as in PyTorch's "hogwild" example. Parameters and version are shared.
+    What is dropped: nothing on purpose; single elements of updates that meet another's are lost.
     Assumes: that old gradients still help (N equal workers settle at staleness N - 1), and that workers seldom write
         the same element at the same moment, or single elements of updates are lost. The paper's rates need sparse
         gradients; dense ones share every element.

@@ -21,7 +21,7 @@ class WorkerApplies(ParameterServerStrategy):
     What is dropped: no gradient, but with P workers all but one in P updates are overwritten.
     Assumes: that nobody else wrote in between, which is false as soon as there are two workers. The optimizer's
         state stays with the worker; shipping it too would cost its size in bytes and lose it the same way.
-    If a worker dies: the run ends with an error that names it.
+    If a worker or the server dies: the run ends with an error that names it.
     """
 
     def serve(self, server: Server, worker: WorkerPort) -> None:
