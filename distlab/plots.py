@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from distlab.options import options
@@ -24,6 +26,7 @@ ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GREY = (
 #: What a stretch of time is, its colour and its hatch.
 ACTIVITIES = {
     "compute": (BLUE, ""),
+    "cancel": (GREY, "xx"),
     "push": (ORANGE, "///"),
     "pull": (SKY, "\\\\\\"),
     "wait": ("#E6E6E6", ""),
@@ -148,7 +151,7 @@ def plot_comparison(runs: Run | Sequence[Run] | Mapping[str, Run], *, span_s: fl
         axes[f"run {i}"].set_xlabel("time (s)")
     for i in range(len(by_name), 2 * lines):
         axes[f"run {i}"].set_visible(False)
-    _activities(figure, [kind for kind in ACTIVITIES if kind in drawn])
+    _activities(figure, [kind for kind in (*ACTIVITIES, "drop") if kind in drawn])
     return shown(figure)
 
 
@@ -157,6 +160,8 @@ def _timeline(axes: Axes, trace: Trace, from_s: float, to_s: float) -> list[str]
     rows = trace.rows[(trace.rows["end_s"] >= from_s) & (trace.rows["start_s"] <= to_s)]
     thin_s = (to_s - from_s) / 400  # what is shorter is drawn this wide, or nobody would see it
     drawn = [kind for kind in ACTIVITIES if _bars(axes, rows, trace.who, kind, thin_s)]
+    if _drops(axes, rows, trace.who):
+        drawn.append("drop")
     _versions(axes, rows[(rows["end_s"] >= from_s) & (rows["end_s"] <= to_s)], to_s - from_s)
     axes.set(xlim=(from_s, to_s), ylim=(max(len(trace.who), 3) - 0.4, -0.6))
     axes.set_yticks(range(len(trace.who)), trace.who, fontsize="small")
@@ -191,7 +196,17 @@ def _bars(axes: Axes, rows: np.ndarray, who: Sequence[str], kind: str, thin_s: f
     return True
 
 
-def _patch(kind: str) -> Patch:
+def _drops(axes: Axes, rows: np.ndarray, who: Sequence[str]) -> bool:
+    """A cross where a worker's gradient was refused; False if none was."""
+    mine = rows[rows["kind"] == KINDS.index("drop")]
+    places = [who.index(f"worker {worker}") for worker in mine["worker"]]
+    axes.plot(mine["end_s"], places, "x", color=RED, markersize=7, markeredgewidth=2)
+    return bool(len(mine))
+
+
+def _patch(kind: str) -> Artist:
+    if kind == "drop":
+        return Line2D([], [], color=RED, marker="x", linestyle="", markeredgewidth=2, label="dropped")
     colour, hatch = ACTIVITIES[kind]
     return Patch(facecolor=colour, hatch=hatch, edgecolor="white" if hatch else colour, label=kind)
 
