@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distlab.collectives import serial_all_reduce
+from distlab.collectives import all_reduce, in_one_thread
 from distlab.data import Stream, pieces
 from distlab.flat import Flat, Vector, local_state
 from distlab.options import check_positive
@@ -155,7 +155,7 @@ class Player:
         self.last_use = last_uses(lines, self.computes)
         has = {kind: len(trace.select(kind)) > 0 for kind in ("dispatch", "store", "reduce")}
         self.make = self._client if has["dispatch"] else self._worker if has["store"] else self._mean
-        self.sums_in_a_ring = has["reduce"]
+        self.algorithm = getattr(strategy, "algorithm", "auto") if has["reduce"] else ""
         if not any(has.values()) and applies_its_own(trace):
             self.make = self._own
 
@@ -201,16 +201,17 @@ class Player:
         ages = [line.version - 1 - read for *_, read in gradients]
         old = [holder.versions[read] for *_, read in gradients]
         mean, factor = holder.rule.combine(values, ages, old, holder.latest)
-        if self.sums_in_a_ring:
-            mean = self._ring({g[0]: message for g, (message, _) in zip(gradients, done, strict=True)})
+        if self.algorithm:
+            mean = self._all_reduced({g[0]: message for g, (message, _) in zip(gradients, done, strict=True)})
         self._step(holder.lane, mean, holder.applied, factor)
         return float(np.mean([loss for _, loss in done]))
 
-    def _ring(self, messages: dict[int, Tensor]) -> Tensor:
-        """The mean, summed in the order of a ring; a worker whose data was used up sent zeros."""
+    def _all_reduced(self, messages: dict[int, Tensor]) -> Tensor:
+        """The mean, summed in the run's own order; a worker whose data was used up sent zeros."""
         zeros = torch.zeros_like(next(iter(messages.values())))
-        ring = [messages.get(worker, zeros).clone() for worker in range(self.num_workers)]
-        return serial_all_reduce(ring).div_(len(messages))[: self.flat.size]
+        held = [messages.get(worker, zeros).clone() for worker in range(self.num_workers)]
+        in_one_thread(lambda ranks, tensor: all_reduce(ranks, tensor, self.algorithm), held)
+        return held[0].div_(len(messages))[: self.flat.size]
 
     def _worker(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """A worker applied it to what it had read, and wrote that back."""

@@ -5,9 +5,10 @@ The replicas never exchange parameters after the start: they stay equal because 
 
 from dataclasses import dataclass
 
-from distlab.collectives import Ranks, all_reduce, broadcast
+from distlab.collectives import ALGORITHMS, Ranks, all_reduce, broadcast
 from distlab.fabric import Fabric
 from distlab.flat import local_state
+from distlab.options import check_word
 from distlab.roles.updater import Gradient, Params, Updater
 from distlab.roles.worker import USED_UP, Worker
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
@@ -21,7 +22,16 @@ class AllReduce(Strategy):
     What is dropped: nothing. A worker whose data is used up no longer counts; the mean is over those that have some.
     Assumes: mean loss, equal batches, no dropout or BatchNorm, to equal a batch N times as large.
     If a worker dies: the run ends with an error that names it.
+
+    Args:
+        algorithm: how the sum is made, see `collectives`: "ring", "tree", "halving-doubling", "recursive doubling",
+            "rank 0"; "auto" takes few messages for small models and few bytes for large ones.
     """
+
+    algorithm: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_word("algorithm", self.algorithm, ALGORITHMS)
 
     promises = ("fresh", "enough", "distinct", "identical replicas")
 
@@ -54,7 +64,7 @@ class AllReduce(Strategy):
         flat.tail.zero_()
         flat.tail[0], flat.tail[1] = float(len(mine)), float(fabric.stopping)
         start, before = fabric.now(), ranks.sent_bytes
-        all_reduce(ranks, flat.message)
+        all_reduce(ranks, flat.message, self.algorithm)
         sent = ranks.sent_bytes - before
         fabric.record("reduce", start, fabric.now(), worker=worker.index, step=worker.step, num_bytes=sent)
         contributors, votes = flat.tail[:2].tolist()
