@@ -61,7 +61,7 @@ def test_nobody_reads_old_parameters(three):
 
 
 def test_each_reduce_moves_the_same_bytes(three):
-    reduces = train(regression(), dl.AllReduce(), three, 12).trace.select("reduce")
+    reduces = train(regression(), dl.AllReduce(algorithm="ring"), three, 12).trace.select("reduce")
     assert len(reduces) == 36
     assert len(set(reduces["bytes"].tolist())) == 1
     assert reduces["bytes"][0] > 0

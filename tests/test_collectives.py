@@ -1,4 +1,4 @@
-"""Oracles: whatever the algorithm, the number of ranks and the size of the tensor, all hold the sum, in the same bits."""
+"""Oracles: whatever the algorithm, the number of ranks and the size, all hold the sum, in the same bits."""
 
 import math
 
@@ -78,22 +78,17 @@ def test_automatic_choice_takes_few_messages_for_small_tensors_and_few_bytes_for
 
 
 LINKS = {"latency_s": 1e-3, "bandwidth_bytes_per_s": 1e8}
-IN_THEORY = {
-    "ring": "ring",
-    "halving-doubling": "rabenseifner",
-    "recursive doubling": "recursive doubling",
-    "tree": "tree",
-}
+IN_THEORY = {"halving-doubling": "rabenseifner"}  # the others have the same name there
 
 
 @pytest.mark.parametrize("size", [4, 16])
-@pytest.mark.parametrize("algorithm", IN_THEORY)
+@pytest.mark.parametrize("algorithm", ["ring", "halving-doubling", "recursive doubling", "tree"])
 def test_all_reduce_takes_as_long_as_its_closed_form(algorithm, size):
     model = lambda: torch.nn.Linear(1_000_000, 1, bias=False)  # noqa: E731
     task = countdown(model=model, train=(torch.zeros(16, 1_000_000), torch.zeros(16)))
     cluster = dl.SimulatedCluster(size, compute=1.0, network=dl.Network(**LINKS), gradients="none")
-    run = train(task, dl.AllReduce(algorithm=algorithm), cluster, 8)
-    expected = dl.theory.all_reduce_s(IN_THEORY[algorithm], 4e6, size, **LINKS)
+    run = train(task, dl.AllReduce(algorithm=algorithm), cluster, 20)
+    expected = dl.theory.all_reduce_s(IN_THEORY.get(algorithm, algorithm), 4e6, size, **LINKS)
     assert 1 / run.updates_per_s - 1 == pytest.approx(expected, rel=0.01)
 
 
