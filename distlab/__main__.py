@@ -22,6 +22,7 @@ STRATEGIES: dict[str, Any] = {
     "async-ps": dl.AsyncPS,
     "sync-ps": dl.SyncPS,
     "all-reduce": dl.AllReduce,
+    "local-sgd": dl.LocalSGD,
     "hogwild": dl.Hogwild,
     "worker-applies": dl.WorkerApplies,
     "broadcast-gradients": dl.BroadcastGradients,

@@ -30,6 +30,7 @@ KINDS = (
     "reduce",  # a rank: one whole all-reduce, from entering to leaving it
     "dispatch",  # the client: cut and hand out a batch
     "loss",  # the client: the loss of the gathered outputs, and its gradient
+    "local",  # a worker: it applied its gradient to its own copy; what becomes of that, the end of the round will say
     "death",  # the process ended without a word
     "evaluate",  # the chief: parameters of `version` had this `loss` on the validation data
 )

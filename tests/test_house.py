@@ -156,8 +156,8 @@ for module in {["distlab", *core()]}:
     assert done.returncode == 0, done.stderr
 
 
-def test_floors_0_to_5_are_at_most_3800_lines_of_code():
-    assert lines([m for m in core() if floor(m) <= 5]) <= 3800
+def test_floors_0_to_5_are_at_most_4000_lines_of_code():
+    assert lines([m for m in core() if floor(m) <= 5]) <= 4000
 
 
 def test_package_is_at_most_6000_lines_of_code():

@@ -23,6 +23,13 @@ PLAIN = (
     dl.SingleWorker(), dl.InGraph(), dl.AsyncPS(locking="server"), dl.SyncPS(), dl.AllReduce(), dl.WorkerApplies(),
     dl.BroadcastGradients(),
 )  # fmt: skip
+
+
+def nesterov(params) -> torch.optim.Optimizer:
+    """DiLoCo's outer optimizer."""
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
 FAMILY = (  # every option of the parameter servers, alone and with others
     dl.AsyncPS(),
     dl.AsyncPS(locking="tensor"),
@@ -48,6 +55,8 @@ FAMILY = (  # every option of the parameter servers, alone and with others
     dl.SyncPS(num_backup_workers=1, num_servers=2, placement="greedy"),
     dl.SyncPS(num_backup_workers=1, semantics="tf1"),
     dl.Hogwild(),
+    dl.LocalSGD(every=3),
+    dl.LocalSGD(every=2, outer=nesterov, algorithm="ring"),
 )
 DEADLINE_S = 60.0  # how long anything may take before a test calls it hung; nothing needs a tenth of it
 

@@ -88,7 +88,8 @@ def ledger(trace: Trace) -> Ledger:
     missing = sorted(set(fates) - set(computed))
     problems += [f"worker {w}'s gradient of step {s} was {fates[w, s][0]}, but never computed" for w, s in missing]
     latest = dict(sorted(computed.keys()))  # in order, so that each worker's last step is the one that stays
-    vanished = sorted((w, s) for w, s in set(computed) - set(fates) if s < latest[w])
+    begun = set(unique(trace.select("local")))  # in a round that had not ended
+    vanished = sorted((w, s) for w, s in set(computed) - set(fates) - begun if s < latest[w])
     problems += [f"worker {w}'s gradient of step {s} vanished: it was neither used nor refused" for w, s in vanished]
     entries = []
     for (worker, step), (samples, batch) in sorted(computed.items()):

@@ -26,6 +26,7 @@ from distlab.rules import MEAN, Rule
 from distlab.shards import Shard
 from distlab.strategies.base import ParameterServerStrategy, Strategy, model_of
 from distlab.strategies.in_graph import flatten, unflatten
+from distlab.strategies.local_sgd import LocalSGD, Rounds
 from distlab.task import Task, pair
 from distlab.trace import ROLES, Trace
 
@@ -158,6 +159,8 @@ class Player:
         self.algorithm = getattr(strategy, "algorithm", "auto") if has["reduce"] else ""
         if not any(has.values()) and applies_its_own(trace):
             self.make = self._own
+        if isinstance(strategy, LocalSGD):
+            self.make, self.outer = self._rounds, Rounds(task, self.flat, strategy.outer)
 
     def play(self, number: int, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """Make the version of line `number` from `gradients`; returns their mean loss, nan if there are none."""
@@ -232,6 +235,22 @@ class Player:
         self._step(self._own_lane(worker, holder.vector), values[: self.flat.size], holder.applied)
         return loss
 
+    def _rounds(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
+        """Each worker took its steps alone, from where the round began; then all took the mean of their moves."""
+        holder, losses, moves = self.holders[0], [], {}
+        for worker, step, _ in gradients:
+            computer = self._computer(worker)
+            flat = computer.flat
+            if worker not in moves:
+                flat.params.copy_(holder.latest)
+            losses.append(self._compute(worker, step, flat.params))
+            self._step(self._own_lane(worker, flat), flat.grads, holder.applied)
+            moves[worker] = flat.message.clone()
+            torch.sub(flat.params, holder.latest, out=moves[worker][: flat.size])
+        self.outer.end(self._all_reduced(moves), self.flat.params)
+        holder.latest = self.flat.params.clone()
+        return float(np.mean(losses))
+
     def _client(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """The client cut one batch, and backward at the gather."""
         step, read = gradients[0][1:]
@@ -260,20 +279,21 @@ class Player:
         return self.done[worker, step] if self.uses[worker, step] else self.done.pop((worker, step))
 
     def _next(self, worker: int, step: int) -> None:
-        computer, (versions, batch) = self._computer(worker), self.computes[worker][step]
+        computer, (versions, _) = self._computer(worker), self.computes[worker][step]
         params = torch.zeros_like(self.flat.params)
         for holder, version in zip(self.holders, versions, strict=True):
             if version not in holder.versions:
                 raise ValueError(f"worker {worker} read version {version} at step {step}: not on this tape")
             holder.shard.put(holder.versions[version], params)
 
-        def backward() -> float:
-            return computer.backward(params, computer.stream.batch(batch))
-
-        loss = self.random[worker].around(backward)
-        self.at[worker] += 1
+        loss = self._compute(worker, step, params)
         if self.uses[worker, step]:
             self.done[worker, step] = computer.flat.message.clone(), loss
+
+    def _compute(self, worker: int, step: int, params: Tensor) -> float:
+        computer, (_, batch) = self._computer(worker), self.computes[worker][step]
+        self.at[worker] += 1
+        return self.random[worker].around(lambda: computer.backward(params, computer.stream.batch(batch)))
 
     def _forward(self, computer: Computer, params: Tensor, inputs: Any) -> Tensor:
         """A replica's outputs."""

@@ -6,6 +6,7 @@ from distlab.strategies.base import ParameterServerStrategy, Strategy
 from distlab.strategies.broadcast_gradients import BroadcastGradients
 from distlab.strategies.hogwild import Hogwild
 from distlab.strategies.in_graph import InGraph
+from distlab.strategies.local_sgd import LocalSGD
 from distlab.strategies.single_worker import SingleWorker
 from distlab.strategies.sync_ps import SyncPS
 from distlab.strategies.worker_applies import WorkerApplies
@@ -16,6 +17,7 @@ __all__ = [
     "BroadcastGradients",
     "Hogwild",
     "InGraph",
+    "LocalSGD",
     "ParameterServerStrategy",
     "SingleWorker",
     "Strategy",

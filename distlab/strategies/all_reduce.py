@@ -5,12 +5,13 @@ The replicas never exchange parameters after the start: they stay equal because 
 
 from dataclasses import dataclass
 
-from distlab.collectives import ALGORITHMS, Ranks, all_reduce, broadcast
+from distlab.collectives import ALGORITHMS
 from distlab.fabric import Fabric
 from distlab.flat import local_state
 from distlab.options import check_word
-from distlab.roles.updater import Gradient, Params, Updater
-from distlab.roles.worker import USED_UP, Worker
+from distlab.roles.rank import Rank
+from distlab.roles.updater import Params, Updater
+from distlab.roles.worker import USED_UP
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
 
 
@@ -40,32 +41,12 @@ class AllReduce(Strategy):
 
     def run(self, fabric: Fabric, job: Job) -> Outcome:
         worker = worker_of(fabric, job)
-        updater = Updater(fabric, job.task, worker.flat)
-        links = [None if i == worker.index else fabric.link("worker", i) for i in range(job.num_workers)]
-        ranks = Ranks(worker.index, links)
-        broadcast(ranks, worker.flat.params)
+        updater, rank = Updater(fabric, job.task, worker.flat), Rank(worker, self.algorithm)
         for batch in worker.rounds():
             params = Params(worker.flat.params, updater.version)
             mine = [] if batch is USED_UP else [worker.gradient(params, batch)]
-            contributors, votes = self.reduce(worker, ranks, *mine)
-            if contributors:
-                updater.apply(*mine, mean=worker.flat.grads.div_(contributors))
-            worker.ended = updater.version >= job.num_updates or votes > 0 or not contributors
+            somebody, enough = rank.mean(contributes=bool(mine))
+            if somebody:
+                updater.apply(*mine, mean=worker.flat.grads)
+            worker.ended = updater.version >= job.num_updates or enough or not somebody
         return Outcome(worker.flat.params, updater.version, local_state(worker.model), worker.step)
-
-    def reduce(self, worker: Worker, ranks: Ranks, *mine: Gradient) -> tuple[float, float]:
-        """Sum the workers' gradients into `worker.flat.grads`; returns how many there were and votes to stop.
-
-        A worker whose data is used up has none, but takes part until nobody has.
-        """
-        flat, fabric = worker.flat, worker.fabric
-        if not mine:
-            flat.grads.zero_()
-        flat.tail.zero_()
-        flat.tail[0], flat.tail[1] = float(len(mine)), float(fabric.stopping)
-        start, before = fabric.now(), ranks.sent_bytes
-        all_reduce(ranks, flat.message, self.algorithm)
-        sent = ranks.sent_bytes - before
-        fabric.record("reduce", start, fabric.now(), worker=worker.index, step=worker.step, num_bytes=sent)
-        contributors, votes = flat.tail[:2].tolist()
-        return contributors, votes

@@ -1,0 +1,89 @@
+"""Workers that train alone and meet every H steps."""
+
+import pytest
+import torch
+from toys import countdown, halving, nesterov, regression, train
+
+import distlab as dl
+
+WORLDS = pytest.mark.parametrize("real", [False, True], ids=["simulated", "real"])
+
+
+def cluster(real: bool, num_workers: int = 2) -> dl.Cluster:
+    return dl.LocalCluster(num_workers) if real else dl.SimulatedCluster(num_workers)
+
+
+@WORLDS
+def test_one_step_a_round_with_plain_sgd_is_all_reduce(real):
+    rounds, steps = (
+        train(regression(), strategy, cluster(real, 3), 30) for strategy in (dl.LocalSGD(every=1), dl.AllReduce())
+    )
+    torch.testing.assert_close(rounds.params, steps.params, rtol=0, atol=1e-12)
+
+
+@WORLDS
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_replicas_are_identical_after_a_round_and_a_replay_ends_there(real, optimizer):
+    made = train(regression(optimizer), dl.LocalSGD(every=4), cluster(real, 3), 6)
+    assert all(replica.equal(made.params) for replica in made.replicas.values())
+    assert made.replay().params.equal(made.params)
+
+
+def test_every_gradient_of_a_round_counts():
+    """Each takes away 1 on its worker; the mean of two workers' moves of -5 is -5."""
+    made = train(countdown(), dl.LocalSGD(every=5), dl.SimulatedCluster(2), 4)
+    assert (made.params[0], made.version, made.num_updates) == (-20, 4, 4)
+    assert made.ledger.counts["applied"] == 4 * 5 * 2
+
+
+def test_workers_that_share_a_curvature_go_the_path_of_synchronous_sgd():
+    """Two steps halve 8 twice, on each worker and so on average: 2, then a half."""
+    made = train(halving(), dl.LocalSGD(every=2), dl.SimulatedCluster(3), 2)
+    assert made.params[0] == 0.5
+
+
+def test_outer_optimizer_takes_the_mean_move_as_a_gradient():
+    """The first round moves by -5 × .7 × (1 + .9); Nesterov's buffer is then -5 × 1.9 for the second."""
+    made = train(countdown(), dl.LocalSGD(every=5, outer=nesterov), dl.SimulatedCluster(2), 2)
+    first = 0.7 * (5 + 0.9 * 5)
+    second = 0.7 * (5 + 0.9 * (0.9 * 5 + 5))
+    torch.testing.assert_close(made.params[0].item(), -(first + second))
+
+
+def test_a_round_sends_as_much_as_one_step_of_all_reduce():
+    few, many = (train(regression(), s, dl.SimulatedCluster(4), 5) for s in (dl.LocalSGD(every=8), dl.AllReduce()))
+    assert few.bytes_sent == many.bytes_sent
+
+
+def test_the_time_of_a_round_is_that_of_its_steps_and_one_all_reduce():
+    links = dl.Network(latency_s=0.05)
+    made = train(countdown(), dl.LocalSGD(every=8), dl.SimulatedCluster(2, compute=0.1, network=links), 10)
+    assert 1 / made.updates_per_s == pytest.approx(8 * 0.1 + 0.05, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "options"),
+    [
+        (ValueError, "every must be at least 1, got 0", {"every": 0}),
+        (TypeError, "outer must be a factory of an optimizer, got 0.7", {"outer": 0.7}),
+        (ValueError, "algorithm='rign': did you mean 'ring'", {"algorithm": "rign"}),
+    ],
+)
+def test_bad_options_are_named(error, text, options):
+    with pytest.raises(error, match=text):
+        dl.LocalSGD(**options)
+
+
+@WORLDS
+def test_uneven_data_ends_cleanly_with_equal_replicas(real):
+    live = dl.start(regression(), dl.LocalSGD(every=3), cluster(real), num_batches=(4, 8))
+    made = live.wait()
+    assert made.steps == {"worker 0": 4, "worker 1": 8}
+    first, second = made.replicas.values()
+    assert first.equal(second)
+    assert made.ledger.counts["applied"] == 12
+    assert made.replay().params.equal(made.params)
+
+
+def test_it_keeps_its_promises():
+    assert "kept its promises" in dl.check_strategy(dl.LocalSGD(every=3), num_cases=10)
