@@ -19,7 +19,7 @@ from distlab.trace import EVENT, ROLES, Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-    from distlab.reports import Ledger, Replay, Stability
+    from distlab.reports import Blame, Ledger, Replay, Stability
 
 FORMAT = 2
 WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error", "judged")
@@ -162,6 +162,18 @@ class Run:
         if strategy is None:
             raise DistlabError("a loaded run does not hold its strategy: load it with load_run(path, task, strategy)")
         return replay(self.trace, task, strategy, num_workers=self.num_workers, lr=lr, without_worker=without_worker)
+
+    def blame(self) -> "Blame":
+        """Who was waited for, in a synchronous run; see `reports.blame`."""
+        from distlab.reports import blame
+
+        return blame(self.trace)
+
+    def how_many_backups(self) -> "pd.DataFrame":
+        """What so many spare workers would have saved in this run, and wasted; see `reports.how_many_backups`."""
+        from distlab.reports import how_many_backups
+
+        return how_many_backups(self.trace)
 
     def stability(self) -> "Stability":
         """Is the learning rate too large for gradients this old? Measures the curvature; see `reports.stability`."""

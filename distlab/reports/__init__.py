@@ -1,5 +1,6 @@
 """Reports: pure functions of a trace, a frozen dataclass of plain numbers each."""
 
+from distlab.reports.blame import Blame, blame, how_many_backups
 from distlab.reports.curvature import curvature
 from distlab.reports.ledger import Entry, Ledger, ledger, sample_counts
 from distlab.reports.lineage import Survivors, survivors
@@ -9,16 +10,19 @@ from distlab.reports.tables import compare, evaluations, history, summary
 from distlab.reports.timing import Timing, timing
 
 __all__ = [
+    "Blame",
     "Entry",
     "Ledger",
     "Replay",
     "Stability",
     "Survivors",
     "Timing",
+    "blame",
     "compare",
     "curvature",
     "evaluations",
     "history",
+    "how_many_backups",
     "ledger",
     "replay",
     "sample_counts",
