@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
@@ -46,6 +47,13 @@ class Options:
     def __new__(cls, *args: Any, **kwargs: Any):
         check_options(cls.__init__, cls.__name__, kwargs)
         return super().__new__(cls)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and point at the line outside of this package that led here."""
+    names = [frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(0)]
+    depth = next((n for n, name in enumerate(names, 1) if name.split(".")[0] != "distlab"), 1)
+    warnings.warn(message, category, stacklevel=depth)
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

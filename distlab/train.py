@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,8 @@ def start(
         num_samples: the other way to say how long: as many updates as it takes to use so many samples. Use
             it to compare strategies.
         num_batches: or how many batches each worker has; one that has used up its own leaves, the others go on, and
-            the run ends with the last one.
+            the run ends with the last one. `SingleWorker` has the first worker's. `InGraph` has them all in one stream,
+            of which each update takes one for every replica; what is left of it in the end is not used.
         evaluate_every: let the chief (worker 0; in-graph the client) judge the parameters that it holds on the
             validation data: at version 0, then whenever it has come to the next multiple. See `Run.evaluations`.
             Costs the chief's time, none on a simulated cluster; its training is as without, bit for bit. BatchNorm
@@ -270,7 +271,7 @@ def checked(
         num_updates = strategy.num_updates(task, cluster.num_workers, check_count("num_samples", num_samples))
     if num_batches is not None:
         num_batches = checked_batches(num_batches, cluster.num_workers)
-        num_updates = sum(num_batches)
+        num_updates = strategy.most_updates(num_batches)
     job = Job(task, check_count("num_updates", num_updates), cluster.num_workers, num_batches)
     check_picklable("the strategy", strategy, "")
     check_picklable("the task", task, "task")
@@ -279,6 +280,8 @@ def checked(
 
 def checked_batches(num_batches: Sequence[int], num_workers: int) -> tuple[int, ...]:
     """How many batches each worker has, if that can be."""
+    if not isinstance(num_batches, Iterable):
+        raise TypeError(f"num_batches must have a number for each of the {num_workers} workers, got {num_batches!r}")
     counts = tuple(check_count("num_batches", count) for count in num_batches)
     if len(counts) != num_workers:
         raise ValueError(f"num_batches has {len(counts)} numbers for {num_workers} workers")

@@ -5,10 +5,8 @@ that only learning rate × curvature counts, against a limit that staleness alon
 The trace holds the staleness; the curvature is measured, once the run is over.
 """
 
-import inspect
 import math
 import timeit
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,6 +16,7 @@ import torch
 from distlab.data import collate
 from distlab.errors import DivergenceWarning, NonFiniteLoss
 from distlab.flat import trainable
+from distlab.options import warn
 from distlab.randomness import undisturbed
 from distlab.reports.curvature import SAMPLES, curvature, gradient
 from distlab.run import Run
@@ -162,10 +161,8 @@ def warn_if_diverging(run: Run, task: Task, error: BaseException | None) -> None
     if failed:
         failed.add_note(said)
     if failed or found.is_past:
-        names = [frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(0)]
-        depth = next((n for n, name in enumerate(names, 1) if name.split(".")[0] != "distlab"), 1)  # the caller's line
         with suppress(*[DivergenceWarning] if failed else []):  # as an error it would hide the one of the run
-            warnings.warn(said, DivergenceWarning, stacklevel=depth)
+            warn(said, DivergenceWarning)
 
 
 def affordable_s(run: Run, task: Task) -> float:

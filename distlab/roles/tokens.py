@@ -19,26 +19,32 @@ class Tokens:
         self._server = server
         self._queue = deque([0] * needed)
         self._labels = [0] * server.num_workers
+        self._filled = 0  # the version whose tokens were the last to come into the queue
 
     def serve(self, worker: WorkerPort) -> None:
         """Accumulate or drop each of a worker's gradients by its label; answer when there is a token to draw."""
         server = self._server
         for gradient in worker.pushes():
             with server.guard(), server.fabric.lock():
-                before = server.version
-                if self._labels[worker.index] < before:
+                if self._labels[worker.index] < server.version:
                     server.record("drop", gradient)
                 else:
                     server.collect(gradient, keep=True)
-                if server.version > before:
-                    self._queue.extend([server.version] * server.num_workers)
             self._draw(worker.index)
             worker.reply()
 
     def _draw(self, worker: int) -> None:
-        while not self._server.over:
-            self._server.fabric.until(lambda: bool(self._queue) or self._server.over, "a token")
-            with self._server.fabric.lock():
+        server = self._server
+        while not server.over:
+            server.fabric.until(lambda: bool(self._queue) or server.version > self._filled or server.over, "a token")
+            with server.fabric.lock():
+                self._fill()
                 if self._queue:
                     self._labels[worker] = self._queue.popleft()
                     return
+
+    def _fill(self) -> None:
+        """Put in a token of each new version for every worker; a worker that left may have been what it waited for."""
+        while self._filled < self._server.version:
+            self._filled += 1
+            self._queue.extend([self._filled] * self._server.num_workers)

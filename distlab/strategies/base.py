@@ -5,7 +5,6 @@ process per role and number; the same lines run on real processes and on a virtu
 """
 
 import re
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from distlab.errors import PeerLost
 from distlab.fabric import Fabric, Kind, Peer
 from distlab.flat import Flat, Vector, local_state, padded
-from distlab.options import Options
+from distlab.options import Options, warn
 from distlab.roles.chief import Chief
 from distlab.roles.server import Server, ServerPort, WorkerPort
 from distlab.roles.updater import Params, treats_elements_alike
@@ -117,6 +116,10 @@ class Strategy(Options, ABC):
         """How many updates it takes to use at least `num_samples` samples."""
         return -(-num_samples // (task.batch_size * self.gradients_per_update(num_workers)))
 
+    def most_updates(self, num_batches: Sequence[int]) -> int:
+        """How many updates the workers' batches allow, at most: here, each of them on its own."""
+        return sum(num_batches)
+
     def __repr__(self) -> str:
         options: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in options if getattr(self, f.name) != f.default]
@@ -180,7 +183,7 @@ class ParameterServerStrategy(Strategy):
         self.cut(task, flat)
         if self.num_servers > 1 and self.placement == "ranges" and not treats_elements_alike(task, flat):
             told = "this optimizer may need whole tensors, so the servers get these and not equal ranges"
-            warnings.warn(f"{told}: see {type(self).__name__}.shards(task)", stacklevel=4)
+            warn(f"{told}: see {type(self).__name__}.shards(task)")
 
     def layout(self, num_workers: int) -> Layout:
         return Layout({"server": self.num_servers, "worker": num_workers}, [("server", "worker")])

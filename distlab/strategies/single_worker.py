@@ -1,5 +1,6 @@
 """One worker, no network: plain PyTorch training. Every other strategy is held against this one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.fabric import Fabric
@@ -25,6 +26,9 @@ class SingleWorker(Strategy):
 
     def gradients_per_update(self, num_workers: int) -> int:
         return 1
+
+    def most_updates(self, num_batches: Sequence[int]) -> int:
+        return num_batches[0]
 
     def run(self, fabric: Fabric, job: Job) -> Outcome:
         worker = worker_of(fabric, job, num_workers=1)
