@@ -25,10 +25,16 @@ class Vector:
 
     Attributes:
         params: (size,) all of them, each padded to a multiple of 16 elements.
+        among: the shapes of a whole model's tensors, and which of them these are; None: there are no others.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
-        self.shapes, self.dtype = shapes, dtype
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        dtype: torch.dtype,
+        among: tuple[Sequence[torch.Size], list[int]] | None = None,
+    ) -> None:
+        self.shapes, self.dtype, self.among = shapes, dtype, among
         self.size = sum(padded(shape.numel()) for shape in shapes)
         self.params = torch.zeros(self.size, dtype=dtype)
 

@@ -5,8 +5,11 @@ may trust it less (a smaller learning rate) or correct it (delay compensation). 
 use the same rule, or they would not end at the same bits.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,14 +87,32 @@ class Rule:
             params: the parameters as they are.
         """
         if self.compensate is not None:
-            gradients = [self.compensate(g, params - old) for g, old in zip(gradients, read, strict=True)]
+            pairs = zip(gradients, read, strict=True)
+            gradients = [compensated(self.compensate(g, params - old), g) for g, old in pairs]
         if self.factor is None:
             return mean(gradients), 1.0
-        factors = [self.factor(age) for age in ages]
+        factors = [check_factor(self.factor(age), age) for age in ages]
         factor = sum(factors) / len(factors)
         if factor:
             gradients = [g * (f / factor) for g, f in zip(gradients, factors, strict=True)]
         return mean(gradients), factor
+
+
+def check_factor(factor: Any, age: int) -> float:
+    """`factor` if a learning rate can be multiplied by it."""
+    if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
+        raise ValueError(f"lr_by_staleness({age}) must be a finite factor of 0 or more, got {factor!r}")
+    return float(factor)
+
+
+def compensated(values: Any, gradient: Tensor) -> Tensor:
+    """`values` if they can stand for `gradient`."""
+    if not isinstance(values, Tensor) or values.shape != gradient.shape or values.dtype != gradient.dtype:
+        got = f"{tuple(values.shape)} {values.dtype}" if isinstance(values, Tensor) else repr(values)
+        raise TypeError(f"compensation must return a tensor {tuple(gradient.shape)} {gradient.dtype}, got {got}")
+    if not values.isfinite().all():
+        raise ValueError("compensation returned values that are not finite")
+    return values
 
 
 MEAN = Rule()

@@ -209,7 +209,9 @@ class Run:
 
     def _task(self) -> Task:
         if self.task is None:
-            raise DistlabError("a loaded run has no task of its own: load it with load_run(path, task=...)")
+            raise DistlabError(
+                "a loaded run has no task of its own: load it with load_run(path, task=..., strategy=...)"
+            )
         return self.task
 
 
@@ -260,7 +262,7 @@ def run_from(algorithm: Strategy, cluster: str, task: Task, outcomes: Mapping[An
     if model.ranges:
         model = whole(final) if len(final) == held else Outcome()
     chief = first.get("worker") or first.get("replica") or Outcome()
-    steps = {str(peer): left.steps for peer, left in outcomes.items() if peer.role in ("worker", "replica")}
+    steps = {str(peer): left.steps for peer, left in order if peer.role in ("worker", "replica")}
     replicas = {str(peer): left.params for peer, left in order if peer.role == "worker" and left.params is not None}
     local = chief.local or {}
     judged = next((left.judged for left in outcomes.values() if left.judged), [])

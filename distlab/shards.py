@@ -25,11 +25,13 @@ class Shard:
         ranges: (start, stop) of each part, in the vector's elements.
         shapes: of the tensors in it; of a range that cuts tensors, the range's own.
         dtype: theirs.
+        among: the whole model's shapes, and which of them these are; None where tensors were cut.
     """
 
     ranges: tuple[tuple[int, int], ...]
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
+    among: tuple[tuple[torch.Size, ...], list[int]] | None = None
 
     def take(self, vector: Tensor) -> Tensor:
         """This shard of `vector`: a view if it is one range, else a copy."""
@@ -72,7 +74,10 @@ def cut(layout: Vector, num_servers: int, placement: str = "ranges", *, whole: b
     mine = [[i for i, owner in enumerate(owners) if owner == server] for server in range(num_servers)]
     return [
         Shard(
-            tuple((starts[i], starts[i] + sizes[i]) for i in held), tuple(layout.shapes[i] for i in held), layout.dtype
+            tuple((starts[i], starts[i] + sizes[i]) for i in held),
+            tuple(layout.shapes[i] for i in held),
+            layout.dtype,
+            (tuple(layout.shapes), held),
         )
         for held in mine
     ]

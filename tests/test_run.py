@@ -61,7 +61,7 @@ def test_saved_folder_holds_no_pickle(folder):
 def test_loaded_run_without_its_task_has_tables_but_no_model(folder):
     back = dl.load_run(folder)
     assert len(back.history) == back.version
-    with pytest.raises(DistlabError, match=r"load it with load_run\(path, task=...\)"):
+    with pytest.raises(DistlabError, match=r"load it with load_run\(path, task=..., strategy=...\)"):
         back.model  # noqa: B018
 
 

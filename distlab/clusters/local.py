@@ -114,7 +114,7 @@ class Processes(Launched):
     @property
     def pids(self) -> dict[str, int]:
         """Process ids, by name."""
-        return {str(m.me): m.process.pid for m in self._members}
+        return {str(m.me): m.pid for m in self._members}
 
     def stop(self) -> None:
         for member in self._members:
@@ -124,7 +124,7 @@ class Processes(Launched):
     def kill(self, why: str = "LiveRun.kill()") -> None:
         self._killed = self._killed or why
         for member in self._members:
-            member.process.kill()
+            member.kill()
         self._over.wait()
 
     def wait(self, timeout_s: float | None = None) -> Ending | None:
@@ -142,10 +142,7 @@ class Processes(Launched):
 
     def _end(self) -> None:
         for member in self._members:
-            member.process.kill()
-            member.process.join()
-            member.control.close()
-            member.out.close()
+            member.end()
         self._folder.cleanup()
 
     def _pump(self) -> None:
@@ -183,7 +180,7 @@ class Processes(Launched):
     def _drain(self, open_ends: dict[Any, tuple[Member, bool]]) -> None:
         """Keep what was measured before the failure: events that still lie in the pipes."""
         for member in self._members:
-            member.process.kill()
+            member.kill()
         for member, is_control in open_ends.values():
             while self._hear(member) if is_control else self._print(member):
                 pass
@@ -199,6 +196,9 @@ class Processes(Launched):
             rows = np.frombuffer(body, EVENT)
             member.step = max(member.step, int(rows["step"].max()))
             self._sink.events(rows)
+            return True
+        if kind == "l":
+            member.linked = True
             return True
         member.said = kind
         if kind == "r":
@@ -228,7 +228,7 @@ class Processes(Launched):
         member.process.join(LEAVE_S)
         if member.said:
             return
-        if self._strategy.survives(member.me) and not self._killed:
+        if member.linked and self._strategy.survives(member.me) and not self._killed:
             self._sink.events(death(member))
             self._missed.append(lost(member))
         else:

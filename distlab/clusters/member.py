@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, spawn
 from multiprocessing.connection import Connection
@@ -47,13 +48,28 @@ class Member:
     process: Any
     control: Connection
     out: Connection
+    pid: int
     said: str = ""  # "r" once its result is here, "f" once its failure is
+    linked: bool = False  # has it found the others?
     step: int = -1
     line: list[str] = field(default_factory=list)  # printed, but not yet ended
     decode: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace").decode)
 
+    def kill(self) -> None:
+        """End it now; harmless when it has ended."""
+        with suppress(ValueError):  # it is closed
+            self.process.kill()
+
+    def end(self) -> None:
+        """End it, wait for that, and give back every descriptor."""
+        self.kill()
+        self.process.join()
+        self.process.close()
+        self.control.close()
+        self.out.close()
+
     def __str__(self) -> str:
-        return f"{self.me} (pid {self.process.pid})"
+        return f"{self.me} (pid {self.pid})"
 
 
 def start(payload: bytes, place: Place) -> Member:
@@ -66,7 +82,7 @@ def start(payload: bytes, place: Place) -> Member:
         child.start()
     its_control.close()
     its_out.close()
-    return Member(place.me, child, control, out)
+    return Member(place.me, child, control, out, child.pid)
 
 
 def _without_main(original: Any) -> Any:
@@ -103,5 +119,6 @@ def lost(member: Member) -> ProcessLost:
     """The error for a process that ended without a word."""
     code = member.process.exitcode
     how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-    at = f"at step {member.step} (the last it reported)" if member.step >= 0 else "before it reported a step"
+    before = "it reported a step" if member.linked else "it had found the others"
+    at = f"at step {member.step} (the last it reported)" if member.step >= 0 else f"before {before}"
     return ProcessLost(f"{member} was lost {at}: {how}")

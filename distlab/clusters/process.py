@@ -12,6 +12,7 @@ import shutil
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -76,7 +77,7 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     threading.Thread(target=flush_often, args=(record,), daemon=True).start()
     try:
         torch.set_num_threads(1)
-        outcome = run(payload, place, fabric)
+        outcome = run(payload, place, fabric, lambda: control.say("linked"))
         record.flush()
         control.say("result", to_bytes(outcome))
     except BaseException as error:
@@ -87,10 +88,11 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     os._exit(0)
 
 
-def run(payload: bytes, place: Place, fabric: TorchFabric) -> Outcome:
-    """Unpack the job, make the links, and be what the strategy says."""
+def run(payload: bytes, place: Place, fabric: TorchFabric, linked: Callable[[], None]) -> Outcome:
+    """Unpack the job, make the links, say so, and be what the strategy says."""
     strategy, job = cloudpickle.loads(payload)
     fabric.connect(place.links, dist.FileStore(place.store, -1))
+    linked()
     left: list[Outcome] = []
     fabric.spawn(lambda: left.append(outcome_of(strategy, fabric, job))).join()
     return left[0]

@@ -75,6 +75,9 @@ class Ledger:
 def ledger(trace: Trace) -> Ledger:
     """The ledger of a trace.
 
+    A real process that is killed takes the last events of its own trace with it, up to 50 ms. What others say of its
+    gradients is believed.
+
     >>> from distlab.trace import EVENT, KINDS
     >>> rows = np.zeros(3, EVENT)
     >>> rows["kind"] = [KINDS.index(k) for k in ("compute", "compute", "apply")]
@@ -85,14 +88,15 @@ def ledger(trace: Trace) -> Ledger:
     computed = unique(np.concatenate([trace.select("compute"), trace.select("cancel")]))
     dead = set(trace.select("death")["worker"].tolist())
     fates, problems = outcomes(trace)
-    missing = sorted(set(fates) - set(computed))
-    problems += [f"worker {w}'s gradient of step {s} was {fates[w, s][0]}, but never computed" for w, s in missing]
     latest = dict(sorted(computed.keys()))  # in order, so that each worker's last step is the one that stays
+    missing = sorted((w, s) for w, s in set(fates) - set(computed) if s <= latest.get(w, -1))
+    cut_off = {key: (fates[key][2], key[1]) for key in set(fates) - set(computed) - set(missing)}
+    problems += [f"worker {w}'s gradient of step {s} was {fates[w, s][0]}, but never computed" for w, s in missing]
     begun = set(unique(trace.select("local")))  # in a round that had not ended
-    vanished = sorted((w, s) for w, s in set(computed) - set(fates) - begun if s < latest[w])
+    vanished = sorted((w, s) for w, s in set(computed) - set(fates) - begun if s < latest[w] and not dead)
     problems += [f"worker {w}'s gradient of step {s} vanished: it was neither used nor refused" for w, s in vanished]
     entries = []
-    for (worker, step), (samples, batch) in sorted(computed.items()):
+    for (worker, step), (samples, batch) in sorted((computed | cut_off).items()):
         fate, version, said = fates.get((worker, step), ("lost" if worker in dead else "unused", -1, samples))
         if 0 < samples != said:
             problems.append(f"worker {worker}'s gradient of step {step} held {samples} samples, then {said}")

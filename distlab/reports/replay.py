@@ -311,7 +311,7 @@ class Player:
         lane.step(mean, factor * (self.task.lr_schedule(version) if self.task.lr_schedule else 1.0))
 
     def _holder(self, shard: Shard) -> Holder:
-        vector = Vector(shard.shapes, shard.dtype)
+        vector = Vector(shard.shapes, shard.dtype, shard.among)
         vector.params.copy_(shard.take(self.flat.params))
         return Holder(vector, shard, self._lane(vector), self.rule)
 
@@ -350,6 +350,19 @@ def reads(trace: Trace, num_servers: int) -> dict[int, dict[int, tuple[tuple[int
     for worker, step, read, batch in trace.select("compute")[["worker", "step", "read", "batch"]].tolist():
         versions = tuple(pulled[worker, step][server] for server in range(num_servers)) if num_servers > 1 else (read,)
         found[worker][step] = versions, batch if batch >= 0 else step
+    return completed(trace, found, num_servers)
+
+
+def completed(trace: Trace, found: dict[int, Any], num_servers: int) -> dict[int, Any]:
+    """`reads`, with what a killed process had no time to say of its last gradients, as far as its server can tell."""
+    for worker, step, read in trace.select("apply")[["worker", "step", "read"]].tolist():
+        if step not in found[worker]:
+            plain = num_servers == 1 and all(batch == number for number, (_, batch) in found[worker].items())
+            if not plain:
+                raise ValueError(
+                    f"worker {worker} was killed before it could say how it came to step {step}: no replay"
+                )
+            found[worker][step] = (read,), step
     return found
 
 

@@ -45,7 +45,7 @@ class Server:
         rule: Rule = MEAN, needed: "Callable[[Server], int]" = lambda server: 1,
     ) -> None:  # fmt: skip
         self.fabric, self.task, self.num_updates, self.locking = fabric, task, num_updates, locking
-        self.shard, self.flat = shard, Vector(shard.shapes, shard.dtype)
+        self.shard, self.flat = shard, Vector(shard.shapes, shard.dtype, shard.among)
         fabric.flat, self._needed = self.flat, needed
         self.updater = Updater(fabric, task, self.flat, rule=rule, by_tensor=locking == "tensor")
         self.num_workers = fabric.counts["worker"]
@@ -173,7 +173,7 @@ class WorkerPort:
         A gradient that arrives after the last update is recorded as unused, and its worker is told to stop.
         """
         for message in self.messages(Kind.PUSH):
-            gradient = gradient_from(message, self.index)
+            gradient = gradient_from(message, self.index, self.server.updater.sent.get(self.index))
             if self.server.over:
                 self.refuse(gradient)
             else:
@@ -305,6 +305,6 @@ class ServerPort:
         return message
 
 
-def gradient_from(message: Message, worker: int) -> Gradient:
+def gradient_from(message: Message, worker: int, at: Tensor | None = None) -> Gradient:
     """A push as the gradient that it carries; its values are the link's buffer, good until the next message."""
-    return Gradient(message.values, message.version, worker, message.step, message.samples, message.loss)
+    return Gradient(message.values, message.version, worker, message.step, message.samples, message.loss, (), at)

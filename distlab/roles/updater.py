@@ -42,7 +42,10 @@ class Params:
 
 @dataclass(frozen=True)
 class Gradient:
-    """One worker's gradient (size,) at the parameters of version `read` (of server 0; `reads` has every server's)."""
+    """One worker's gradient (size,) at the parameters of version `read` (of server 0; `reads` has every server's).
+
+    `at` are these parameters themselves, on a server whose rule needs them.
+    """
 
     values: Tensor
     read: int
@@ -51,6 +54,7 @@ class Gradient:
     samples: int
     loss: float
     reads: tuple[int, ...] = ()
+    at: Tensor | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -71,7 +75,7 @@ class Lane:
 
     def __init__(self, task: Task, flat: Vector, first: "Lane | None", *, by_tensor: bool = False) -> None:
         self.params = [nn.Parameter(view) for view in flat.views(flat.params)]
-        self.optimizer = task.optimizer(self.params)
+        self.optimizer = optimizer_of(task, self.params, flat)
         self._flat = flat
         groups = self.optimizer.param_groups
         alike = len(groups) == 1 and len(groups[0]["params"]) == len(self.params)
@@ -98,6 +102,23 @@ class Lane:
         pieces = [mean] if self.merged else self._flat.views(mean)
         for param, piece in zip(self.params, pieces, strict=True):
             param.grad = piece
+
+
+def optimizer_of(task: Task, params: list[nn.Parameter], flat: Vector) -> torch.optim.Optimizer:
+    """The task's optimizer of `params`. Its factory sees the whole model, whose groups it may make by position; of
+    tensors that others hold, it keeps nothing."""
+    if flat.among is None:
+        return task.optimizer(params)
+    shapes, mine = flat.among
+    held = dict(zip(mine, params, strict=True))
+    every = [held.get(i, nn.Parameter(torch.empty(shape, dtype=flat.dtype))) for i, shape in enumerate(shapes)]
+    optimizer, ours = task.optimizer(every), {id(param) for param in params}
+    for group in optimizer.param_groups:
+        group["params"] = [param for param in group["params"] if id(param) in ours]
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    for param in [param for param in optimizer.state if id(param) not in ours]:
+        del optimizer.state[param]
+    return optimizer
 
 
 def one_each(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -200,7 +221,7 @@ class Updater:
 
     def _take(self, way: Lane, gradients: tuple[Gradient, ...]) -> None:
         ages = [self.version - g.read for g in gradients]
-        read = [self.sent.get(g.worker, self.flat.params) for g in gradients]
+        read = [self.flat.params if g.at is None else g.at for g in gradients]
         mean, factor = self.rule.combine([g.values for g in gradients], ages, read, self.flat.params)
         way.take(mean, factor * self._scheduled())
 
