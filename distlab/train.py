@@ -210,8 +210,9 @@ def start(
         num_samples: the other way to say how long: as many updates as it takes to use so many samples. Use
             it to compare strategies.
         num_batches: or how many batches each worker has; one that has used up its own leaves, the others go on, and
-            the run ends with the last one. A chief that has left evaluates no more. `SingleWorker` has the first worker's. `InGraph` has them all in one stream,
-            of which each update takes one for every replica; what is left of it in the end is not used.
+            the run ends with the last one. A chief that has left evaluates no more. `SingleWorker` has the first
+            worker's. `InGraph` has them all in one stream, of which each update takes one for every replica; what is
+            left of it in the end is not used.
         evaluate_every: let the chief (worker 0; in-graph the client) judge the parameters that it holds on the
             validation data: at version 0, then whenever it has come to the next multiple. See `Run.evaluations`.
             Costs the chief's time, none on a simulated cluster; its training is as without, bit for bit. BatchNorm

@@ -122,7 +122,8 @@ class Strategy(Options, ABC):
 
     def __repr__(self) -> str:
         options: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
-        said = [f"{f.name}={getattr(self, f.name)!r}" for f in options if getattr(self, f.name) != f.default]
+        values = [(f.name, getattr(self, f.name)) for f in options if getattr(self, f.name) != f.default]
+        said = [f"{name}={getattr(value, '__name__', None) or repr(value)}" for name, value in values]
         return f"{type(self).__name__}({', '.join(said)})"
 
     def survives(self, peer: Peer) -> bool:
