@@ -42,7 +42,12 @@ class Params:
 
 @dataclass(frozen=True)
 class Gradient:
-    """One worker's gradient (size,) at the parameters of version `read` (of server 0; `reads` has every server's)."""
+    """One worker's gradient (size,) at the parameters of version `read` (of server 0; `reads` has every server's).
+
+    Attributes:
+        at: those parameters (size,), where the rule needs them: by the time that it is applied, its worker may have
+            been sent others.
+    """
 
     values: Tensor
     read: int
@@ -51,6 +56,7 @@ class Gradient:
     samples: int
     loss: float
     reads: tuple[int, ...] = ()
+    at: Tensor | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -131,12 +137,10 @@ class Updater:
 
     Attributes:
         version: how many updates have been applied.
-        sent: for each worker what it was last sent, where the rule needs to know.
     """
 
     def __init__(self, fabric: Fabric, task: Task, flat: Vector, *, rule: Rule = MEAN, by_tensor: bool = False) -> None:
         self.flat, self.version, self.rule = flat, 0, copy.deepcopy(rule)
-        self.sent: dict[int, Tensor] = {}
         self._fabric, self._task, self._by_tensor = fabric, task, by_tensor
         self._first = Lane(task, flat, None, by_tensor=by_tensor)
         self._lanes, self._begun = {-1: self._first}, False
@@ -200,7 +204,7 @@ class Updater:
 
     def _take(self, way: Lane, gradients: tuple[Gradient, ...]) -> None:
         ages = [self.version - g.read for g in gradients]
-        read = [self.sent.get(g.worker, self.flat.params) for g in gradients]
+        read = [self.flat.params if g.at is None else g.at for g in gradients]
         mean, factor = self.rule.combine([g.values for g in gradients], ages, read, self.flat.params)
         way.take(mean, factor * self._scheduled())
 
