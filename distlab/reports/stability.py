@@ -114,6 +114,8 @@ def stability(run: Run, task: Task, *, within_s: float = math.inf) -> Stability:
             bend, why = math.nan, f"the loss cannot be differentiated twice ({str(error).partition('.')[0]})"
     if "lr_by_staleness" in run.strategy:
         why = "with lr_by_staleness each gradient has a learning rate of its own"
+    if "compensation" in run.strategy:
+        why = "with compensation an old gradient is not applied as it was computed"
     why = why if len(stale) else "no update was applied"
     limit = math.nan if why else limit_at(float(np.mean(ages)), momentum)
     at = "initial" if final is None else "final"

@@ -161,11 +161,17 @@ class Server:
 
 
 class WorkerPort:
-    """One worker, seen from the server: its pushes in, parameters out."""
+    """One worker, seen from the server: its pushes in, parameters out.
+
+    Attributes:
+        begun: has it asked for parameters?
+        sent: a copy of those that it has, where the rule needs them.
+    """
 
     def __init__(self, server: Server, link: Link) -> None:
         self.server, self.link, self.index = server, link, link.peer.index
-        self.begun = False  # has it asked for parameters?
+        self.begun, self.sent = False, None  # type: bool, Tensor | None
+        self._arrived = -1  # the step of its last push
 
     def pushes(self) -> Iterator[Gradient]:
         """The worker's gradients as they arrive, until the run is over.
@@ -173,7 +179,7 @@ class WorkerPort:
         A gradient that arrives after the last update is recorded as unused, and its worker is told to stop.
         """
         for message in self.messages(Kind.PUSH):
-            gradient = gradient_from(message, self.index, self.server.updater.sent.get(self.index))
+            gradient = replace(gradient_from(message, self.index), at=self.sent)
             if self.server.over:
                 self.refuse(gradient)
             else:
@@ -193,6 +199,7 @@ class WorkerPort:
                 self.reply()
             elif message.kind is kind:
                 self._checked(message)
+                self._arrived = message.step
                 yield message
             else:
                 raise BadMessage(f"{self.link.peer} sent {message.kind.name} where {kind.name} was expected")
@@ -203,9 +210,10 @@ class WorkerPort:
         with server.guard():
             kind = Kind.STOP if server.over else Kind.DROPPED if dropped else Kind.PARAMS
             said = server.version if version is None else version
+            values = server.flat.params
             if server.updater.rule.compensate is not None:
-                server.updater.sent[self.index] = server.flat.params.clone()
-            self.link.post(kind, [server.flat.params] if params else [], version=said)
+                values = self.sent = values.clone()
+            self.link.post(kind, [values] if params else [], version=said, step=self._arrived)
 
     def refuse(self, gradient: Gradient) -> None:
         """Account for a gradient that came after the last update, and answer with the version it was read at."""
@@ -249,7 +257,7 @@ class ServerPort:
     def push(self, gradient: Gradient) -> Params:
         """Send `gradient` and wait for the answer: the next parameters."""
         self.send(Kind.PUSH, gradient.values, gradient)
-        return self.answer()
+        return self.answer(gradient.step)
 
     def send(self, kind: Kind, values: Tensor, gradient: Gradient) -> None:
         """Send `values` under the header of `gradient`."""
@@ -270,11 +278,12 @@ class ServerPort:
             link.flush()
         return sent
 
-    def answer(self) -> Params:
-        """Wait for every server's parameters."""
+    def answer(self, pushed: int = -1) -> Params:
+        """Wait for every server's parameters. A broadcast that left before the gradient of step `pushed` had arrived
+        is its answer too: it came too late."""
         messages = [self._receive(link) for link in self.links]
         self.worker.ended = all(m.kind is Kind.STOP for m in messages)
-        dropped = all(m.kind is Kind.DROPPED for m in messages)
+        dropped = all(m.kind is Kind.DROPPED or m.step < pushed for m in messages)
         versions = tuple(m.version for m in messages)
         if self._whole is None:
             params = Params(messages[0].values, versions[0], (), dropped)
@@ -305,6 +314,6 @@ class ServerPort:
         return message
 
 
-def gradient_from(message: Message, worker: int, at: Tensor | None = None) -> Gradient:
+def gradient_from(message: Message, worker: int) -> Gradient:
     """A push as the gradient that it carries; its values are the link's buffer, good until the next message."""
-    return Gradient(message.values, message.version, worker, message.step, message.samples, message.loss, (), at)
+    return Gradient(message.values, message.version, worker, message.step, message.samples, message.loss)

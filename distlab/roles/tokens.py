@@ -2,7 +2,8 @@
 
 A worker draws a token from one queue and labels its next gradient with it; the accumulator accepts a label that is not
 older than its own step. The hard idea is what goes wrong: tokens are not addressed. One that a slow or dead worker
-never drew stays in the queue, and later labels a fresh gradient of somebody else as old.
+never drew stays in the queue, and the queue is what workers wait at: somebody else draws it who should have waited for
+the next version, or gets a label that is old already. Either way it computes in vain.
 
 Source: the behaviour of tf.compat.v1.train.SyncReplicasOptimizer and its ConditionalAccumulator.
 """

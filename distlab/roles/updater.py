@@ -44,7 +44,9 @@ class Params:
 class Gradient:
     """One worker's gradient (size,) at the parameters of version `read` (of server 0; `reads` has every server's).
 
-    `at` are these parameters themselves, on a server whose rule needs them.
+    Attributes:
+        at: those parameters (size,), where the rule needs them: by the time that it is applied, its worker may have
+            been sent others.
     """
 
     values: Tensor
@@ -152,12 +154,10 @@ class Updater:
 
     Attributes:
         version: how many updates have been applied.
-        sent: for each worker what it was last sent, where the rule needs to know.
     """
 
     def __init__(self, fabric: Fabric, task: Task, flat: Vector, *, rule: Rule = MEAN, by_tensor: bool = False) -> None:
         self.flat, self.version, self.rule = flat, 0, copy.deepcopy(rule)
-        self.sent: dict[int, Tensor] = {}
         self._fabric, self._task, self._by_tensor = fabric, task, by_tensor
         self._first = Lane(task, flat, None, by_tensor=by_tensor)
         self._lanes, self._begun = {-1: self._first}, False
