@@ -332,5 +332,5 @@ def test_loaded_run_needs_its_task(tmp_path):
     run = train(at(0.8), dl.AsyncPS(), EQUAL, 50)
     run.save(tmp_path)
     assert dl.load_run(tmp_path, run.task).stability() == run.stability()
-    with pytest.raises(dl.DistlabError, match=r"load it with load_run\(path, task=...\)"):
+    with pytest.raises(dl.DistlabError, match=r"load it with load_run\(path, task="):
         dl.load_run(tmp_path).stability()

@@ -228,8 +228,8 @@ class Processes(Launched):
         member.process.join(LEAVE_S)
         if member.said:
             return
+        self._sink.events(death(member))
         if member.linked and self._strategy.survives(member.me) and not self._killed:
-            self._sink.events(death(member))
             self._missed.append(lost(member))
         else:
             self._failures.append((member, lost(member)))

@@ -86,10 +86,11 @@ def ledger(trace: Trace) -> Ledger:
     Ledger(2 gradients: 1 applied, 1 unused)
     """
     computed = unique(np.concatenate([trace.select("compute"), trace.select("cancel")]))
-    dead = set(trace.select("death")["worker"].tolist())
+    deaths = trace.select("death")
+    dead = set(deaths["worker"][np.isin(deaths["role"], [ROLES.index(r) for r in ("worker", "replica")])].tolist())
     fates, problems = outcomes(trace)
     latest = dict(sorted(computed.keys()))  # in order, so that each worker's last step is the one that stays
-    missing = sorted((w, s) for w, s in set(fates) - set(computed) if s <= latest.get(w, -1))
+    missing = sorted((w, s) for w, s in set(fates) - set(computed) if s <= latest.get(w, -1) or w not in dead)
     cut_off = {key: (fates[key][2], key[1]) for key in set(fates) - set(computed) - set(missing)}
     problems += [f"worker {w}'s gradient of step {s} was {fates[w, s][0]}, but never computed" for w, s in missing]
     begun = set(unique(trace.select("local")))  # in a round that had not ended
