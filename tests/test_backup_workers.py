@@ -267,7 +267,13 @@ def test_in_tf1_a_fresh_gradient_is_dropped_for_its_label_where_many_spares_are_
 def test_in_tf1_a_dead_spare_leaves_a_token_that_nobody_takes_away(monkeypatch, at_s, least):
     """So the queue is never empty again, and whoever should have waited at it does not."""
     lengths, draw = [], Tokens._draw
-    monkeypatch.setattr(Tokens, "_draw", lambda self, w: lengths.append(len(self._queue)) or draw(self, w))
+
+    def measured(self, worker):
+        self._fill()
+        lengths.append(len(self._queue))
+        draw(self, worker)
+
+    monkeypatch.setattr(Tokens, "_draw", measured)
     cluster = dl.SimulatedCluster(3, compute=STEADY, network=IDEAL, gradients="none")
     run = train(countdown(), TF1, cluster.kill(worker=2, at_s=at_s), 300)
     assert (min(lengths[:150]), min(lengths[300:])) == (0, least)
