@@ -23,7 +23,7 @@ STRATEGIES = {
 
 def error(staleness: int, lr: float, strategy: dl.Strategy, seed: int) -> float:
     """Validation error in per cent; 90 (guessing) if the loss left the finite."""
-    task = dl.tasks.digits(lr=lr).but(seed=seed)
+    task = dl.tasks.digits(lr=lr, seed=seed)
     cluster = dl.SimulatedCluster(staleness + 1, compute=1.0, network=dl.Network(latency_s=0.0), seed=seed)
     try:
         run = dl.train(task, strategy, cluster, num_updates=1200, progress=False)

@@ -353,3 +353,10 @@ def test_bad_compensation_is_refused_by_name(options, error, told):
 )
 def test_rules_for_old_gradients_keep_the_promises_of_every_strategy(strategy):
     assert "kept its promises in 10" in dl.check_strategy(strategy, num_cases=10)
+
+
+def test_rounds_that_are_applied_one_by_one_are_half_as_stale_as_free_workers():
+    """With no gap allowed all read the same version, and each finds one more update before it than the last."""
+    cluster = dl.SimulatedCluster(8, compute=dl.laws.Exponential(mean_s=1.0), network=IDEAL, gradients="none", seed=1)
+    rows = train(countdown(), dl.AsyncPS(max_clock_gap=0), cluster, 8 * 40).applies
+    assert (rows["version"] - 1 - rows["read"]).tolist() == list(range(8)) * 40  # (P - 1) / 2 on average
