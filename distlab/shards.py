@@ -34,7 +34,9 @@ class Shard:
     among: tuple[tuple[torch.Size, ...], list[int]] | None = None
 
     def take(self, vector: Tensor) -> Tensor:
-        """This shard of `vector`: a view if it is one range, else a copy."""
+        """This shard of `vector`: itself if it is all of it, a view if it is one range, else a copy."""
+        if self.ranges == ((0, len(vector)),):
+            return vector
         parts = [vector[start:stop] for start, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -179,7 +179,7 @@ class WorkerPort:
         A gradient that arrives after the last update is recorded as unused, and its worker is told to stop.
         """
         for message in self.messages(Kind.PUSH):
-            gradient = replace(gradient_from(message, self.index), at=self.sent)
+            gradient = gradient_from(message, self.index, self.sent)
             if self.server.over:
                 self.refuse(gradient)
             else:
@@ -263,17 +263,17 @@ class ServerPort:
         """Send `values` under the header of `gradient`."""
         fabric = self.worker.fabric
         start = fabric.now()
-        sent, reads = self._post(kind, values, gradient), gradient.reads or (gradient.read,)
-        for link, num_bytes, read in zip(self.links, sent, reads, strict=True):
-            facts = gradient.facts | {"read": read}
-            fabric.record("push", start, fabric.now(), peer=link.peer, num_bytes=num_bytes, **facts)
+        sent, facts, end = self._post(kind, values, gradient), gradient.facts, fabric.now()
+        for number, (link, num_bytes) in enumerate(zip(self.links, sent, strict=True)):
+            facts["read"] = gradient.reads[number] if gradient.reads else gradient.read
+            fabric.record("push", start, end, peer=link.peer, num_bytes=num_bytes, **facts)
 
     def _post(self, kind: Kind, values: Tensor | None = None, gradient: Gradient | None = None) -> list[int]:
-        headers = [gradient.header if gradient else {} for _ in self.links]
-        for header, read in zip(headers, gradient.reads if gradient else (), strict=False):
-            header["version"] = read
-        tensors = [[] if values is None else [shard.take(values)] for shard in self._shards]
-        sent = [link.post(kind, t, **h) for link, t, h in zip(self.links, tensors, headers, strict=True)]
+        sent, header = [], gradient.header if gradient else {}
+        for number, (link, shard) in enumerate(zip(self.links, self._shards, strict=True)):
+            if gradient is not None and gradient.reads:
+                header["version"] = gradient.reads[number]
+            sent.append(link.post(kind, [] if values is None else [shard.take(values)], **header))
         for link in self.links:
             link.flush()
         return sent
@@ -314,6 +314,6 @@ class ServerPort:
         return message
 
 
-def gradient_from(message: Message, worker: int) -> Gradient:
+def gradient_from(message: Message, worker: int, at: Tensor | None = None) -> Gradient:
     """A push as the gradient that it carries; its values are the link's buffer, good until the next message."""
-    return Gradient(message.values, message.version, worker, message.step, message.samples, message.loss)
+    return Gradient(message.values, message.version, worker, message.step, message.samples, message.loss, (), at)
