@@ -21,10 +21,13 @@ def test_death_at_the_very_start_leaves_nobody_waiting(strategy, who):
     """Before all have met it ends the run and names who; a moment later the others may go on without worker 1."""
     live = dl.start(regression(), strategy, dl.LocalCluster(3), num_updates=50)
     kill(live, who)
+    said = "nothing"
     try:
-        assert (live.wait().num_updates, who) == (50, "worker 1")
+        live.wait()
     except dl.ProcessLost as error:
-        assert str(error).startswith(f"{who} (pid {live.launched.pids[who]}) was lost before")
+        said = str(error)
+    lost = said.startswith(f"{who} (pid {live.launched.pids[who]}) was lost before")
+    assert lost or (who, live.version, said) == ("worker 1", 50, "nothing")
 
 
 @pytest.mark.parametrize("strategy", [dl.AsyncPS(locking="server"), dl.SyncPS(num_backup_workers=1)], ids=repr)
