@@ -7,7 +7,7 @@ only a tape, it can be edited: another learning rate, a worker left out, the sam
 """
 
 import copy
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,7 @@ def replay(
     if without_worker is not None and without_worker not in authors:
         raise ValueError(f"without_worker={without_worker!r}: this tape has gradients of workers {sorted(authors)}")
     with undisturbed():
-        player = Player(trace, task, strategy, num_workers, lr)
+        player = Player(trace, lines, task, strategy, num_workers, lr)
         losses = {}
         for number, line in enumerate(lines):
             kept = [g for g in line.gradients if g[0] != without_worker]
@@ -136,7 +136,9 @@ class Holder:
 class Player:
     """Plays a tape: who holds parameters, and every worker's model, buffers and random numbers."""
 
-    def __init__(self, trace: Trace, task: Task, strategy: Strategy, num_workers: int, lr: float | None) -> None:
+    def __init__(
+        self, trace: Trace, lines: list[Line], task: Task, strategy: Strategy, num_workers: int, lr: float | None
+    ) -> None:
         self.task, self.num_workers, self.lr = task, num_workers, lr
         self.flat, self.rule = Flat(task.build()), MEAN
         whole = Shard(((0, self.flat.size),), tuple(self.flat.shapes), self.flat.dtype)
@@ -149,14 +151,15 @@ class Player:
         self.own_lanes: dict[int, Lane] = {}
         self.client = Randomness(self._computer(0).seed)  # a client draws what worker 0 would
         self.computes = reads(trace, len(shards))
-        self.at = dict.fromkeys(self.computes, 0)  # how many of its gradients each worker has computed
-        lines = tape(trace)
+        self.ahead = {worker: deque(sorted(steps)) for worker, steps in self.computes.items()}  # not yet computed
         self.done: dict[tuple[int, int], tuple[Tensor, float]] = {}
         self.uses = Counter((w, s) for line in lines for w, s, _ in line.gradients)
         self.last_use = last_uses(lines, self.computes)
         has = {kind: len(trace.select(kind)) > 0 for kind in ("dispatch", "store", "reduce")}
         self.make = self._client if has["dispatch"] else self._worker if has["store"] else self._mean
-        self.algorithm = getattr(strategy, "algorithm", "auto") if has["reduce"] else ""
+        self.algorithm = getattr(strategy, "algorithm", "auto")
+        if has["reduce"]:
+            self.make = self._every
         if not any(has.values()) and applies_its_own(trace):
             self.make = self._own
         if isinstance(strategy, LocalSGD):
@@ -179,8 +182,8 @@ class Player:
         """What the chief computed and nobody used still moved its buffers."""
         if self.make != self._client:
             chief = min(self.computes)
-            for step in sorted(self.computes[chief])[self.at[chief] :]:
-                self._next(chief, step)
+            while self.ahead[chief]:
+                self._next(chief)
 
     @property
     def params(self) -> Tensor:
@@ -204,10 +207,16 @@ class Player:
         ages = [line.version - 1 - read for *_, read in gradients]
         old = [holder.versions[read] for *_, read in gradients]
         mean, factor = holder.rule.combine(values, ages, old, holder.latest)
-        if self.algorithm:
-            mean = self._all_reduced({g[0]: message for g, (message, _) in zip(gradients, done, strict=True)})
         self._step(holder.lane, mean, holder.applied, factor)
         return float(np.mean([loss for _, loss in done]))
+
+    def _every(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
+        """Every worker applied the mean of all."""
+        holder = self.holders[0]
+        done = {worker: self._gradient(worker, step) for worker, step, _ in gradients}
+        mean = self._all_reduced({worker: message for worker, (message, _) in done.items()})
+        self._step(holder.lane, mean, holder.applied)
+        return float(np.mean([loss for _, loss in done.values()]))
 
     def _all_reduced(self, messages: dict[int, Tensor]) -> Tensor:
         """The mean, summed in the run's own order; a worker whose data was used up sent zeros."""
@@ -272,13 +281,13 @@ class Player:
         """A worker's gradient (size + tail,) of `step` and its loss. All of its earlier ones are computed before: each
         draws random numbers and moves buffers."""
         while (worker, step) not in self.done:
-            steps = sorted(self.computes[worker])
-            assert self.at[worker] < len(steps), f"worker {worker}'s gradient of step {step} was never computed"
-            self._next(worker, steps[self.at[worker]])
+            assert self.ahead.get(worker), f"worker {worker}'s gradient of step {step} was never computed"
+            self._next(worker)
         self.uses[worker, step] -= 1
         return self.done[worker, step] if self.uses[worker, step] else self.done.pop((worker, step))
 
-    def _next(self, worker: int, step: int) -> None:
+    def _next(self, worker: int) -> None:
+        step = self.ahead[worker][0]
         computer, (versions, _) = self._computer(worker), self.computes[worker][step]
         params = torch.zeros_like(self.flat.params)
         for holder, version in zip(self.holders, versions, strict=True):
@@ -292,7 +301,7 @@ class Player:
 
     def _compute(self, worker: int, step: int, params: Tensor) -> float:
         computer, (_, batch) = self._computer(worker), self.computes[worker][step]
-        self.at[worker] += 1
+        self.ahead[worker].popleft()
         return self.random[worker].around(lambda: computer.backward(params, computer.stream.batch(batch)))
 
     def _forward(self, computer: Computer, params: Tensor, inputs: Any) -> Tensor:
@@ -369,14 +378,14 @@ def completed(trace: Trace, found: dict[int, Any], num_servers: int) -> dict[int
 def last_uses(lines: list[Line], computes: dict[int, dict[int, tuple[tuple[int, ...], int]]]) -> dict[Any, int]:
     """(server, version) -> the last line that needs it: a gradient is computed when its worker's next one is."""
     uses: dict[tuple[int, int], int] = {}
-    waiting = {worker: sorted(steps) for worker, steps in computes.items()}
+    waiting = {worker: deque(sorted(steps)) for worker, steps in computes.items()}
     for number, line in enumerate(lines):
         for worker, step, read in line.gradients:
             uses[line.server, read] = number
             while waiting.get(worker) and waiting[worker][0] <= step:
-                versions, _ = computes[worker][waiting[worker].pop(0)]
+                versions, _ = computes[worker][waiting[worker].popleft()]
                 uses |= dict.fromkeys(enumerate(versions), number)
     for step in waiting.get(min(computes, default=0), ()):
         versions, _ = computes[min(computes)][step]
-        uses |= {(server, version): len(lines) for server, version in enumerate(versions)}
+        uses |= dict.fromkeys(enumerate(versions), len(lines))
     return uses

@@ -69,15 +69,11 @@ def compare(runs: Sequence[Run] | Mapping[str, Run]) -> "pd.DataFrame":
     """
     import pandas as pd
 
-    named = (
-        runs
-        if isinstance(runs, Mapping)
-        else {f"{getattr(r, 'strategy', r)} on {getattr(r, 'cluster', '')}": r for r in runs}
-    )
-    if not named:
-        raise ValueError("there is no run to compare")
-    for run in named.values():
+    for run in runs.values() if isinstance(runs, Mapping) else runs:
         if not isinstance(run, Run):
             raise TypeError(f"compare takes runs, got {run!r}")
+    named = runs if isinstance(runs, Mapping) else {f"{run.strategy} on {run.cluster}": run for run in runs}
+    if not named:
+        raise ValueError("there is no run to compare")
     table = pd.DataFrame([run.summary() for run in named.values()], index=list(named))
     return table.assign(relative=(table["updates_per_s"] / table["updates_per_s"].iloc[0]).round(3))

@@ -197,13 +197,13 @@ class Updater:
     def _step_by_tensor(self, way: Lane, gradients: tuple[Gradient, ...]) -> Timed:
         """Tensor by tensor, each under its lock. Where tasks take turns it becomes visible in one moment, the last."""
         at_once, last, done = not self._fabric.parallel, len(way.parts) - 1, []
+        sizes = [shape.numel() for shape in self.flat.shapes]
         if not at_once:
             self._take(way, gradients)
         for i, part in enumerate(way.parts):
             whole = (lambda: self._step(way, gradients, None)) if i == last else lambda: None
-            share = self.flat.shapes[i].numel() / sum(shape.numel() for shape in self.flat.shapes)
             with self._fabric.lock(f"tensor {i}"):
-                done.append(self._fabric.timed("apply", whole if at_once else part.step, share))
+                done.append(self._fabric.timed("apply", whole if at_once else part.step, sizes[i] / sum(sizes)))
         return Timed(None, done[0].start_s, done[-1].end_s)
 
     def record(self, done: Timed, version: int, *gradients: Gradient) -> None:
