@@ -11,6 +11,7 @@ A run is a task, a strategy and a cluster:
 from distlab import tasks, theory
 from distlab.check import PromiseBroken, check_strategy
 from distlab.clusters import Cluster, LocalCluster, SimulatedCluster
+from distlab.compression import TopK
 from distlab.errors import (
     BadMessage,
     Deadlock,
@@ -54,6 +55,7 @@ __all__ = [  # noqa: RUF022  # in the order in which the lessons meet them
     "DelayCompensation",
     "SyncPS",
     "AllReduce",
+    "TopK",
     "LocalSGD",
     "InGraph",
     "SingleWorker",

@@ -37,14 +37,15 @@ class Ranks:
     def __init__(self, rank: int, links: Sequence[Link | None]) -> None:
         self.rank, self.size, self._links = rank, len(links), links
         self.sent_bytes = 0
+        self._spare = torch.empty(0)
 
-    def post(self, to: int, tensor: Tensor) -> None:
-        """Start to send a copy of `tensor`."""
-        self.sent_bytes += self._link(to).post(Kind.DATA, [tensor])
+    def post(self, to: int, *tensors: Tensor) -> None:
+        """Start to send a copy of `tensors`."""
+        self.sent_bytes += self._link(to).post(Kind.DATA, tensors)
 
-    def recv(self, source: int) -> Tensor:
-        """The next tensor from `source`; good until the one after it."""
-        return self._link(source).recv().values
+    def recv_all(self, source: int) -> Sequence[Tensor]:
+        """All tensors of the next message from `source`; good until the one after it."""
+        return self._link(source).recv().tensors
 
     def flush(self) -> None:
         """Wait until what was posted has left."""
@@ -52,10 +53,33 @@ class Ranks:
             if link is not None:
                 link.flush()
 
+    def lend(self, to: int, tensor: Tensor) -> None:
+        """Start to send `tensor` itself, to a rank that calls `recv_into`; it must not change before a flush."""
+        self.sent_bytes += self._link(to).lend(tensor)
+
+    def recv_into(self, source: int, tensor: Tensor) -> None:
+        """Let `tensor` be what `source` lends."""
+        self._link(source).recv_into(tensor)
+
+    def recv_like(self, source: int, tensor: Tensor) -> Tensor:
+        """What `source` lends, in another memory; good until the next call."""
+        if self._spare.numel() < tensor.numel() or self._spare.dtype != tensor.dtype:
+            self._spare = torch.empty_like(tensor)
+        spare = self._spare[: tensor.numel()]
+        self.recv_into(source, spare)
+        return spare
+
     def swap(self, other: int, mine: Tensor) -> Tensor:
-        """Send `mine` to `other` and receive what it sent."""
-        self.post(other, mine)
-        return self.recv(other)
+        """Give `mine` to `other` and take what it gives, of the same size; good until the next call."""
+        self.lend(other, mine)
+        theirs = self.recv_like(other, mine)
+        self._link(other).flush()
+        return theirs
+
+    def give_and_take(self, other: int, tensor: Tensor) -> None:
+        """Give `tensor` to `other`, and let it be what comes back once that has it."""
+        self.lend(other, tensor)
+        self.recv_into(other, tensor)
 
     def _link(self, rank: int) -> Link:
         link = self._links[rank]
@@ -72,10 +96,10 @@ def best_all_reduce(ranks: Ranks, tensor: Tensor) -> None:
 def all_reduce_through_rank_0(ranks: Ranks, tensor: Tensor) -> None:
     """Everybody sends to rank 0, which adds in the order of the ranks and sends the sum to everybody."""
     if ranks.rank:
-        ranks.post(0, tensor)
+        ranks.lend(0, tensor)
     else:
         for other in range(1, ranks.size):
-            tensor.add_(ranks.recv(other))
+            tensor.add_(ranks.recv_like(other, tensor))
     broadcast(ranks, tensor)
 
 
@@ -84,13 +108,13 @@ def tree_all_reduce(ranks: Ranks, tensor: Tensor) -> None:
     rank, distance = ranks.rank, 1
     while distance < ranks.size and not rank & distance:
         if rank + distance < ranks.size:
-            tensor.add_(ranks.recv(rank + distance))
+            tensor.add_(ranks.recv_like(rank + distance, tensor))
         distance *= 2
     if rank:
-        tensor.copy_(ranks.swap(rank - distance, tensor))
+        ranks.give_and_take(rank - distance, tensor)
     while (distance := distance // 2) > 0:
         if rank + distance < ranks.size:
-            ranks.post(rank + distance, tensor)
+            ranks.lend(rank + distance, tensor)
 
 
 def ring_all_reduce(ranks: Ranks, tensor: Tensor) -> None:
@@ -99,11 +123,12 @@ def ring_all_reduce(ranks: Ranks, tensor: Tensor) -> None:
     right, left = (rank + 1) % size, (rank - 1) % size
     parts = torch.tensor_split(tensor, size)
     for step in range(size - 1):  # afterwards part rank + 1 is summed here
-        ranks.post(right, parts[(rank - step) % size])
-        parts[(rank - step - 1) % size].add_(ranks.recv(left))
-    for step in range(size - 1):
-        ranks.post(right, parts[(rank + 1 - step) % size])
-        parts[(rank - step) % size].copy_(ranks.recv(left))
+        mine = parts[(rank - step - 1) % size]
+        ranks.lend(right, parts[(rank - step) % size])
+        mine.add_(ranks.recv_like(left, mine))
+    for step in range(size - 1):  # what comes was lent before, so lending anew has waited until it had left
+        ranks.lend(right, parts[(rank + 1 - step) % size])
+        ranks.recv_into(left, parts[(rank - step) % size])
 
 
 def recursive_doubling(ranks: Ranks, tensor: Tensor) -> None:
@@ -124,12 +149,15 @@ def halving_doubling(ranks: Ranks, tensor: Tensor) -> None:
         steps = []
         for distance in reversed(distances(power)):  # pieces low to high are still added here
             middle, other = (low + high) // 2, real(me ^ distance, ranks.size)
-            keep, give = ((low, middle), (middle, high)) if not me & distance else ((middle, high), (low, middle))
-            span(tensor, pieces, *keep).add_(ranks.swap(other, span(tensor, pieces, *give)))
+            upper, halves = bool(me & distance), [(low, middle), (middle, high)]
+            keep, give = [span(tensor, pieces, *halves[half]) for half in (upper, not upper)]
+            ranks.lend(other, give)
+            keep.add_(ranks.recv_like(other, keep))
             steps.append((other, keep, give))
-            low, high = keep
+            low, high = halves[upper]
         for other, keep, give in reversed(steps):
-            span(tensor, pieces, *give).copy_(ranks.swap(other, span(tensor, pieces, *keep)))
+            ranks.lend(other, keep)
+            ranks.recv_into(other, give)
 
     among_a_power_of_two(ranks, tensor, halving)
 
@@ -139,13 +167,13 @@ def among_a_power_of_two(ranks: Ranks, tensor: Tensor, work: Callable[[int, int]
     power = 1 << (ranks.size.bit_length() - 1)
     folded = ranks.size - power
     if ranks.rank < 2 * folded and ranks.rank % 2:  # 1, 3, 5, ... give their tensor to 0, 2, 4, ...
-        tensor.copy_(ranks.swap(ranks.rank - 1, tensor))
+        ranks.give_and_take(ranks.rank - 1, tensor)
         return
     if ranks.rank < 2 * folded:
-        tensor.add_(ranks.recv(ranks.rank + 1))
+        tensor.add_(ranks.recv_like(ranks.rank + 1, tensor))
     work(ranks.rank // 2 if ranks.rank < 2 * folded else ranks.rank - folded, power)
     if ranks.rank < 2 * folded:
-        ranks.post(ranks.rank + 1, tensor)
+        ranks.lend(ranks.rank + 1, tensor)
 
 
 def distances(power: int) -> list[int]:
@@ -187,11 +215,22 @@ def all_reduce(ranks: Ranks, tensor: Tensor, algorithm: str = "auto") -> Tensor:
 def broadcast(ranks: Ranks, tensor: Tensor) -> Tensor:
     """Copy rank 0's `tensor` to all, in place; returns it."""
     if ranks.rank:
-        return tensor.copy_(ranks.recv(0))
-    for other in range(1, ranks.size):
-        ranks.post(other, tensor)
-    ranks.flush()
+        ranks.recv_into(0, tensor)
+    else:
+        for other in range(1, ranks.size):
+            ranks.lend(other, tensor)
+        ranks.flush()
     return tensor
+
+
+def all_gather(ranks: Ranks, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """What every rank gave, in the order of the ranks: everybody sends its own to everybody."""
+    others = [(ranks.rank + distance) % ranks.size for distance in range(1, ranks.size)]
+    for other in others:
+        ranks.post(other, *tensors)
+    gathered = {ranks.rank: tensors} | {other: ranks.recv_all(other) for other in others}
+    ranks.flush()
+    return [gathered[rank] for rank in range(ranks.size)]
 
 
 class Loop(Link):

@@ -57,7 +57,8 @@ class Flat(Vector):
         model: changed in place: its trainable parameters become views.
 
     Attributes:
-        params: (size,) all trainable parameters, each padded to a multiple of 16 elements.
+        names, parameters: of the model, those that are trained.
+        params: (size,) all of them, each padded to a multiple of 16 elements.
         grads: (size,) their gradients; every ``p.grad`` is a view.
         message: (size + 16,) `grads` and a tail for small numbers that travel in the same message.
 
@@ -69,6 +70,7 @@ class Flat(Vector):
         named = trainable(model)
         super().__init__([p.shape for _, p in named], named[0][1].dtype)
         self.names = [n for n, _ in named]
+        self.parameters = [p for _, p in named]
         self.message = torch.zeros(self.size + TAIL, dtype=self.dtype)
         self.grads, self.tail = self.message[: self.size], self.message[self.size :]
         for (_, p), view, grad in zip(named, self.views(self.params), self.views(self.grads), strict=True):

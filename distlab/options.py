@@ -65,6 +65,13 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def check_bool(name: str, value: Any) -> bool:
+    """`value` if it is True or False; TypeError otherwise."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
 def check_word(name: str, value: Any, words: Iterable[str]) -> str:
     """`value` if it is one of `words`; ValueError that names the nearest otherwise."""
     if value not in words:

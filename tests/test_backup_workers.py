@@ -161,7 +161,7 @@ def test_requeue_uses_every_sample_but_for_what_is_in_flight(late):
 
 def test_what_is_cancelled_is_neither_computed_nor_pushed(monkeypatch):
     calls, backward = [], Worker.backward
-    monkeypatch.setattr(Worker, "backward", lambda self, *args: calls.append(self.index) or backward(self, *args))
+    monkeypatch.setattr(Worker, "backward", lambda self, *a, **k: calls.append(self.index) or backward(self, *a, **k))
     cluster = dl.SimulatedCluster(4, compute=EXPONENTIAL, network=IDEAL)
     run = train(countdown(), first(2, 4, late="cancel"), cluster, 50)
     cancelled, pushed = (set(map(tuple, run.trace.select(k)[["worker", "step"]])) for k in ("cancel", "push"))

@@ -161,6 +161,8 @@ class SimulatedCluster(Cluster):
 
     def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> "SimulatedRun":
         self.check_open()
+        if strategy.real_only:
+            raise ValueError(f"on a simulated cluster this cannot be had: {strategy.real_only}")
         return SimulatedRun(lambda: self.build(strategy, job, sink), strategy, job, paused)
 
     def laws(self, me: Peer) -> dict[str, Law]:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from distlab.errors import BadMessage, DistlabError
 from distlab.flat import Vector
 from distlab.trace import Recorder
 
@@ -93,6 +94,20 @@ class Link(ABC):
         """Start to send a message of these parts; returns the bytes."""
         return self.put(Message(kind, tensors, **header))
 
+    def lend(self, tensor: Tensor) -> int:
+        """Start to send `tensor` (1-d) itself, which must not change before `flush`: for `recv_into` at the other end.
+        Large ones are then not copied on the way."""
+        return self.post(Kind.DATA, [tensor])
+
+    def recv_into(self, tensor: Tensor) -> None:
+        """Wait for what the other end has lent, and let `tensor` (1-d) be that."""
+        values = self.recv().values
+        if (values.shape, values.dtype) != (tensor.shape, tensor.dtype):
+            raise BadMessage(
+                f"{self.peer} lent {values.dtype} of shape {tuple(values.shape)}, not {tuple(tensor.shape)}"
+            )
+        tensor.copy_(values)
+
     def send(self, kind: Kind, tensors: Sequence[Tensor] = (), **header: Any) -> int:
         """Post, and wait until it has left."""
         num_bytes = self.put(Message(kind, tensors, **header))
@@ -121,6 +136,38 @@ class Running(ABC):
     @abstractmethod
     def join(self) -> None:
         """Wait until it has ended."""
+
+
+@dataclass
+class Parts:
+    """Parts of a computation that are of use before the whole is done, such as the gradients of the last layers.
+
+    Whoever computes calls `say(number)` when a part is there. Where computing takes no time of its own (a virtual
+    clock, emulated compute), the fabric says it instead, in order, each at its share of the time.
+
+    Attributes:
+        shares: what share of the whole time is over when each part is there, ascending.
+        ready: called with a part's number.
+    """
+
+    shares: Sequence[float]
+    ready: Callable[[int], None]
+    _silent: bool = field(default=False, init=False)
+
+    def say(self, number: int) -> None:
+        """This part is there."""
+        if not self._silent:
+            self.ready(number)
+
+    def spread(self, function: Callable[[], Any], pass_time: Callable[[float], None]) -> Any:
+        """Do `function` at once, and then say each part when its share of the time has passed."""
+        self._silent = True
+        value = function()
+        self._silent = False
+        for number, share in enumerate(self.shares):
+            pass_time(share)
+            self.ready(number)
+        return value
 
 
 @dataclass
@@ -196,9 +243,19 @@ class Fabric(ABC):
 
     @abstractmethod
     def timed(
-        self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None
-    ) -> Timed:
+        self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None,
+        parts: Parts | None = None,
+    ) -> Timed:  # fmt: skip
         """Do `function` and say when. The one door for user code and for work that takes time: a simulated world
         charges its law for `kind` ("compute", "load", "apply", "dispatch", "loss", "evaluate"), a real one measures;
         `share` says which part of a whole gradient this is. A world that computes nothing returns `idle`, unless that
-        is ALWAYS. It is cancelled (a simulated world only) if a message comes on the link `unless` meanwhile."""
+        is ALWAYS. It is cancelled (a simulated world only) if a message comes on the link `unless` meanwhile. Others
+        hear of its `parts` on the way."""
+
+    def default_group(self) -> None:
+        """Make torch.distributed's own default group of the processes of this role, for its own tools (DDP).
+
+        Raises:
+            DistlabError: this world has no such group.
+        """
+        raise DistlabError(f"{self.me} asked for torch.distributed's default group: only real processes have one")

@@ -19,7 +19,7 @@ import torch
 
 from distlab.errors import Deadlock, PeerLost
 from distlab.fabric import wire
-from distlab.fabric.base import ALWAYS, NUM_COUNTS, Fabric, Link, Message, Peer, Running, Shared, Timed
+from distlab.fabric.base import ALWAYS, NUM_COUNTS, Fabric, Link, Message, Parts, Peer, Running, Shared, Timed
 from distlab.fabric.laws import Law
 from distlab.fabric.network import Change, Nic, Traffic
 from distlab.randomness import Randomness
@@ -308,16 +308,24 @@ class SimulatedFabric(Fabric):
                 event.succeed()
 
     def timed(
-        self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None
-    ) -> Timed:
+        self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None,
+        parts: Parts | None = None,
+    ) -> Timed:  # fmt: skip
         start, seconds = self.now(), self._seconds(kind, share)
+        skip = self.world.hollow and idle is not ALWAYS
+        work = (lambda: idle) if skip else (lambda: self.randomness.around(function))
+        if parts is not None:  # what is there before the end must be computed before it
+            value = parts.spread(work, lambda part: self._pass(start + seconds * part, kind))
+            return Timed(value, start, self.now())
         if unless is not None and self._interrupted(unless, seconds):
             return Timed(None, start, self.now(), cancelled=True)
-        if unless is None and seconds:
-            self.block(self.world.env.timeout(seconds), f"its own {kind}")
-        skip = self.world.hollow and idle is not ALWAYS
-        value = idle if skip else self.randomness.around(function)  # at the end: what it changes, and
-        return Timed(value, start, self.now())  # what its caller says about that, then happen at one moment
+        if unless is None:
+            self._pass(start + seconds, kind)
+        return Timed(work(), start, self.now())  # at the end: what it changes, and what its caller says, are one moment
+
+    def _pass(self, until_s: float, kind: str) -> None:
+        if until_s > self.now():
+            self.block(self.world.env.timeout(until_s - self.now()), f"its own {kind}")
 
     def _interrupted(self, link: Link, seconds: float) -> bool:
         """Let so much time pass, or less if there is a message; was there one?"""

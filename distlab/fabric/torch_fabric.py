@@ -7,6 +7,7 @@ each other through a file in a directory that only this user can read, so nothin
 
 import fcntl
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,13 +21,15 @@ from torch import Tensor
 
 from distlab.errors import BadMessage, DistlabError, PeerLost
 from distlab.fabric import wire
-from distlab.fabric.base import NUM_COUNTS, Fabric, Kind, Link, Message, Peer, Running, Shared, Timed
+from distlab.fabric.base import NUM_COUNTS, Fabric, Kind, Link, Message, Parts, Peer, Running, Shared, Timed
 from distlab.randomness import seed_all
 from distlab.trace import Recorder
 
 Gloo: Any = dist.ProcessGroupGloo  # its type stubs leave out most of it
 FIRST_BYTES = 1 << 16  # a link's first buffers; they grow with the messages
+DIRECT_BYTES = 1 << 18  # from here on, what is lent travels after its header, from memory to memory
 COUNTS_BYTES = NUM_COUNTS * torch.int64.itemsize
+LOOPBACK = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 FOREVER = timedelta(days=365)  # a gloo receive that times out closes its link for good, so none ever does
 
 
@@ -45,6 +48,7 @@ class TorchLink(Link):
         self.peer = peer
         self._group, self._rank, self._me, self._token = group, rank, me, token
         self._out, self._in = _buffer(FIRST_BYTES), _buffer(FIRST_BYTES)
+        self._head_out, self._head_in = _buffer(wire.HEAD_BYTES), _buffer(wire.HEAD_BYTES)
         self._leaving: list[tuple[Any, Tensor]] = []  # sends under way, and the memory that they read
 
     def put(self, message: Message) -> int:
@@ -69,6 +73,24 @@ class TorchLink(Link):
         self._in = _buffer(message.version)
         return self.recv()
 
+    def lend(self, tensor: Tensor) -> int:
+        if size_of(tensor) < DIRECT_BYTES:
+            return super().lend(tensor)
+        self.flush()
+        wire.encode_head(self._head_out, Message(Kind.DATA, [tensor]), self._me, self._token)
+        for part in (self._head_out, tensor.view(torch.uint8)):
+            self._leaving.append((self._attempt(self._group.send, [part]), part))
+        return wire.size([tensor])
+
+    def recv_into(self, tensor: Tensor) -> None:
+        if size_of(tensor) < DIRECT_BYTES:
+            return super().recv_into(tensor)
+        head, body = [self._attempt(self._group.recv, [t]) for t in (self._head_in, tensor.view(torch.uint8))]
+        self._finish(head)
+        wire.check_head(self._head_in, tensor, self.peer, self._token)
+        self._finish(body)
+        return None
+
     def _grow(self, size: int) -> None:
         self._start(Message(Kind.GROW, version=size))  # not awaited: the peer may be about to post as well
         self._out = _buffer(size)
@@ -88,6 +110,11 @@ class TorchLink(Link):
             work.wait()
         except RuntimeError as error:
             raise PeerLost(str(self.peer)) from error
+
+
+def size_of(tensor: Tensor) -> int:
+    """Its bytes."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _buffer(num_bytes: int) -> Tensor:
@@ -220,11 +247,20 @@ class TorchFabric(Fabric):
             self._changed.notify_all()
 
     def timed(
-        self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None
-    ) -> Timed:
+        self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None,
+        parts: Parts | None = None,
+    ) -> Timed:  # fmt: skip
         assert unless is None, "a real computation cannot be cancelled"
-        start = self.now()
-        value = function()
-        if kind == "compute" and self._pad_s:
-            time.sleep(max(0.0, start + self._pad_s * share - self.now()))
+        start, pad_s = self.now(), self._pad_s * share if kind == "compute" else 0.0
+        wait = lambda part: time.sleep(max(0.0, start + pad_s * part - self.now()))  # noqa: E731
+        value = parts.spread(function, wait) if parts is not None and pad_s else function()
+        if pad_s:  # a sleep of no time at all costs a tenth of a millisecond
+            wait(1.0)
         return Timed(value, start, self.now())
+
+    def default_group(self) -> None:
+        if self._folder is None:
+            raise DistlabError(f"{self.me} asked for a group over a file, which only processes of one host can have")
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK  # or it would listen on the address of the host's name
+        store = dist.FileStore(os.path.join(self._folder, f"{self.me.role}s"), self.counts[self.me.role])
+        dist.init_process_group("gloo", store=store, rank=self.me.index, world_size=self.counts[self.me.role])

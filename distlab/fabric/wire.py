@@ -23,6 +23,7 @@ LINE = struct.Struct("<10q")  # dtype, number of dimensions, up to 8 of them
 ALIGN = 64
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+HEAD_BYTES = 256  # of a message with one tensor, which then comes apart
 MAX_TENSORS, MAX_BYTES = 256, 1 << 36
 
 
@@ -39,34 +40,56 @@ def size(tensors: Sequence[Tensor]) -> int:
 
 def encode(buffer: Tensor, message: Message, sender: Peer, token: int) -> int:
     """Write `message` into `buffer` (bytes, uint8); returns its size in bytes."""
+    start = encode_head(buffer, message, sender, token)
+    for tensor in message.tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        buffer[start : start + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start += aligned(num_bytes)
+    return start
+
+
+def encode_head(buffer: Tensor, message: Message, sender: Peer, token: int) -> int:
+    """Write what comes before the tensors; returns its size in bytes."""
     view, tensors = buffer.numpy(), message.tensors  # type: Any, Sequence[Tensor]
-    role = ROLES.index(sender.role)
-    head = (message.kind, role, sender.index, message.version, message.step, message.samples)
+    head = (message.kind, ROLES.index(sender.role), sender.index, message.version, message.step, message.samples)
     HEADER.pack_into(view, 0, MAGIC, *head, time.monotonic_ns(), len(tensors), message.loss, token)
-    start = aligned(HEADER.size + LINE.size * len(tensors))
     for i, tensor in enumerate(tensors):
         shape = tuple(tensor.shape)
         if tensor.dtype not in DTYPES or len(shape) > 8 or len(tensors) > MAX_TENSORS:
             raise BadMessage(f"a message cannot carry {len(tensors)} tensors, one of {tensor.dtype} and shape {shape}")
         line = (DTYPES.index(tensor.dtype), len(shape), *shape, *(0,) * (8 - len(shape)))
         LINE.pack_into(view, HEADER.size + i * LINE.size, *line)
-        num_bytes = tensor.numel() * tensor.element_size()
-        buffer[start : start + num_bytes].view(tensor.dtype).view(shape).copy_(tensor)
-        start += aligned(num_bytes)
-    return start
+    return aligned(HEADER.size + LINE.size * len(tensors))
 
 
-def decode(buffer: Tensor, sender: Peer, token: int) -> Message:
-    """The message in `buffer`; its tensors are views. BadMessage if it is not what `sender` may say."""
+def check_head(buffer: Tensor, like: Tensor, sender: Peer, token: int) -> None:
+    """BadMessage unless `buffer` is the head of a message with one tensor (1-d) of the shape and dtype of `like`."""
+    kind, count, *_ = _header(buffer, sender, token)
     view: Any = buffer.numpy()
-    magic, kind, role, index, version, step, samples, sent_ns, count, loss, its_token = HEADER.unpack_from(view, 0)
+    code, ndim, numel, *_ = LINE.unpack_from(view, HEADER.size)
+    if (kind, count, code, ndim, numel) != (Kind.DATA, 1, DTYPES.index(like.dtype), 1, like.numel()):
+        raise BadMessage(
+            f"{sender} announces another tensor than the one of {like.numel()} x {like.dtype} awaited here"
+        )
+
+
+def _header(buffer: Tensor, sender: Peer, token: int) -> tuple[Any, ...]:
+    """kind, number of tensors, and the other fields; BadMessage if it is not what `sender` may say."""
+    view: Any = buffer.numpy()
+    magic, kind, role, index, *rest, sent_ns, count, loss, its_token = HEADER.unpack_from(view, 0)
     if magic != MAGIC or its_token != token:
         raise BadMessage(f"a message on the link to {sender} is not from this run")
     if not (0 <= role < len(ROLES) and Peer(ROLES[role], index) == sender):
         raise BadMessage(f"a message on the link to {sender} says it is from role {role}, number {index}")
     if kind not in Kind._value2member_map_ or not 0 <= count <= MAX_TENSORS:
         raise BadMessage(f"a message from {sender} has kind {kind} and {count} tensors")
-    start, tensors = aligned(HEADER.size + LINE.size * count), []
+    return kind, count, *rest, loss, sent_ns
+
+
+def decode(buffer: Tensor, sender: Peer, token: int) -> Message:
+    """The message in `buffer`; its tensors are views. BadMessage if it is not what `sender` may say."""
+    kind, count, version, step, samples, loss, sent_ns = _header(buffer, sender, token)
+    view, start, tensors = buffer.numpy(), aligned(HEADER.size + LINE.size * count), []  # type: Any, int, list[Tensor]
     if start > buffer.numel():
         raise BadMessage(f"a message from {sender} announces {count} tensors, more than the agreed size holds")
     for i in range(count):

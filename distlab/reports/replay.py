@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distlab.collectives import all_reduce, in_one_thread
+from distlab.collectives import in_one_thread
 from distlab.data import Stream, pieces
 from distlab.flat import Flat, Vector, local_state
 from distlab.options import check_positive
 from distlab.randomness import Randomness, undisturbed
+from distlab.roles.exchange import Exchange
 from distlab.roles.updater import Lane
 from distlab.roles.worker import Computer
 from distlab.rules import MEAN, Rule
@@ -157,10 +158,11 @@ class Player:
         self.last_use = last_uses(lines, self.computes)
         has = {kind: len(trace.select(kind)) > 0 for kind in ("dispatch", "store", "reduce")}
         self.make = self._client if has["dispatch"] else self._worker if has["store"] else self._mean
-        self.algorithm = getattr(strategy, "algorithm", "auto")
-        if has["reduce"]:
-            self.make = self._every
-        if not any(has.values()) and applies_its_own(trace):
+        self.exchanges: list[Exchange] = []
+        if has["reduce"] or hasattr(strategy, "exchange"):
+            self.make, exchange = self._every, getattr(strategy, "exchange", Exchange)
+            self.exchanges = [exchange(self.flat) for _ in range(num_workers)]
+        elif not any(has.values()) and applies_its_own(trace):
             self.make = self._own
         if isinstance(strategy, LocalSGD):
             self.make, self.outer = self._rounds, Rounds(task, self.flat, strategy.outer)
@@ -212,18 +214,21 @@ class Player:
 
     def _every(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """Every worker applied the mean of all."""
-        holder = self.holders[0]
-        done = {worker: self._gradient(worker, step) for worker, step, _ in gradients}
-        mean = self._all_reduced({worker: message for worker, (message, _) in done.items()})
-        self._step(holder.lane, mean, holder.applied)
-        return float(np.mean([loss for _, loss in done.values()]))
+        holder, losses = self.holders[0], []
+        messages: dict[int, Tensor] = {}
+        for worker, step, _ in gradients:
+            message, loss = self._gradient(worker, step)
+            messages[worker] = messages[worker] + message if worker in messages else message
+            losses.append(loss)
+        self._step(holder.lane, self._all_reduced(messages, len(gradients)), holder.applied)
+        return float(np.mean(losses))
 
-    def _all_reduced(self, messages: dict[int, Tensor]) -> Tensor:
+    def _all_reduced(self, messages: dict[int, Tensor], count: int) -> Tensor:
         """The mean, summed in the run's own order; a worker whose data was used up sent zeros."""
-        zeros = torch.zeros_like(next(iter(messages.values())))
+        zeros = torch.zeros_like(self.flat.message)
         held = [messages.get(worker, zeros).clone() for worker in range(self.num_workers)]
-        in_one_thread(lambda ranks, tensor: all_reduce(ranks, tensor, self.algorithm), held)
-        return held[0].div_(len(messages))[: self.flat.size]
+        in_one_thread(lambda ranks, message: self.exchanges[ranks.rank](ranks, message), held)
+        return held[0].div_(count)[: self.flat.size]
 
     def _worker(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """A worker applied it to what it had read, and wrote that back."""
@@ -256,7 +261,7 @@ class Player:
             self._step(self._own_lane(worker, flat), flat.grads, holder.applied)
             moves[worker] = flat.message.clone()
             torch.sub(flat.params, holder.latest, out=moves[worker][: flat.size])
-        self.outer.end(self._all_reduced(moves), self.flat.params)
+        self.outer.end(self._all_reduced(moves, len(moves)), self.flat.params)
         holder.latest = self.flat.params.clone()
         return float(np.mean(losses))
 

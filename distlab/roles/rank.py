@@ -1,41 +1,157 @@
-"""A worker as a rank: its gradient buffer, summed with those of all others, and with it what they have to agree on."""
+"""A worker as a rank: its gradient, summed with those of all others, and with it what they have to agree on."""
 
-from distlab.collectives import Ranks, all_reduce, broadcast
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.collectives import Ranks, broadcast
+from distlab.fabric import Parts
+from distlab.roles.exchange import Exchange
 from distlab.roles.worker import Worker
+
+FORWARD = 1 / 3  # of a gradient's compute time; the rest is backward
 
 
 class Rank:
     """A worker of a collective strategy: it has links to all others.
 
     Args:
-        algorithm: of the all-reduce; see `collectives`.
+        exchange: how the sum is made.
     """
 
-    def __init__(self, worker: Worker, algorithm: str) -> None:
-        self.worker, self._algorithm = worker, algorithm
+    def __init__(self, worker: Worker, exchange: Exchange) -> None:
+        self.worker, self._exchange = worker, exchange
         fabric, me = worker.fabric, worker.index
         links = [None if i == me else fabric.link("worker", i) for i in range(fabric.counts["worker"])]
         self._ranks = Ranks(me, links)
         broadcast(self._ranks, worker.flat.params)  # the chief's, so that all begin alike
+        self._parts = Parts([FORWARD + (1 - FORWARD) * share for share in exchange.shares], self._is_there)
+        self._there, self._summing = 0, None  # type: int, Any
+        self._missing: list[set[int]] = []  # of each bucket, the parameters whose gradient is not there yet
+        if len(exchange.buckets) > 1:
+            self._watch()
 
-    def mean(self, *, contributes: bool) -> tuple[bool, bool]:
-        """Replace `worker.flat.grads` by its mean over the workers that contribute.
+    def begin(self, *, contributes: int) -> Parts | None:
+        """Sum each bucket as soon as the coming backward pass is done with it; None if there is only one.
+
+        Args:
+            contributes: how many gradients this worker's buffer will then hold.
+        """
+        if len(self._exchange.buckets) == 1:
+            return None
+        self._fill_tail(contributes)
+        self._there, self._missing = 0, [set(held) for held in self._exchange.parameters]
+        self._summing = self.worker.fabric.spawn(self._sum_what_is_there)
+        return self._parts
+
+    def mean(self, *, contributes: int) -> tuple[bool, bool]:
+        """Replace `worker.flat.grads` by the mean of all workers' gradients.
 
         One message holds the values, a count and the votes to stop. A worker that has nothing to give sends zeros, and
         takes part until nobody has.
 
+        Args:
+            contributes: how many gradients this worker's buffer holds.
+
         Returns: did anybody contribute, and does anybody want to stop?
         """
-        flat, fabric = self.worker.flat, self.worker.fabric
-        if not contributes:
-            flat.grads.zero_()
-        flat.tail.zero_()
-        flat.tail[0], flat.tail[1] = float(contributes), float(fabric.stopping)
+        flat = self.worker.flat
+        if self._summing is not None:
+            self._is_there(len(self._exchange.buckets) - 1)  # a parameter that was not used says nothing
+            self._summing.join()
+            self._summing = None
+        else:
+            if not contributes:
+                flat.grads.zero_()
+            self._fill_tail(contributes)
+            for number in range(len(self._exchange.buckets)):
+                self._sum(number)
+        total, votes = flat.tail[:2].tolist()
+        if total:
+            flat.grads.div_(total)
+        return total > 0, votes > 0
+
+    def _fill_tail(self, contributes: int) -> None:
+        tail = self.worker.flat.tail.zero_()
+        tail[0], tail[1] = float(contributes), float(self.worker.fabric.stopping)
+
+    def _sum(self, number: int) -> None:
+        fabric, step = self.worker.fabric, self.worker.step
         start, before = fabric.now(), self._ranks.sent_bytes
-        all_reduce(self._ranks, flat.message, self._algorithm)
-        sent, step = self._ranks.sent_bytes - before, self.worker.step
+        self._exchange.sum_bucket(self._ranks, self.worker.flat.message, number)
+        sent = self._ranks.sent_bytes - before
         fabric.record("reduce", start, fabric.now(), worker=self.worker.index, step=step, num_bytes=sent)
-        contributors, votes = flat.tail[:2].tolist()
-        if contributors:
-            flat.grads.div_(contributors)
-        return contributors > 0, votes > 0
+
+    def _sum_what_is_there(self) -> None:
+        for number in range(len(self._exchange.buckets)):
+            self.worker.fabric.until(lambda number=number: number < self._there, f"bucket {number}")  # type: ignore[misc]
+            self._sum(number)
+
+    def _is_there(self, number: int) -> None:
+        with self.worker.fabric.lock("buckets"):
+            self._there = max(self._there, number + 1)
+
+    def _watch(self) -> None:
+        """Let every parameter say when its gradient is there. A bucket is, once those before it are too."""
+        bucket_of = {i: number for number, held in enumerate(self._exchange.parameters) for i in held}
+        for i, parameter in enumerate(self.worker.flat.parameters):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._has_gradient(i, bucket_of[i]))
+
+    def _has_gradient(self, i: int, number: int) -> None:
+        if self._summing is None:
+            return
+        if i not in self._missing[number]:
+            name = self.worker.flat.names[i]
+            raise RuntimeError(f"{name} got a gradient twice in one backward pass: use AllReduce(overlap=False)")
+        self._missing[number].remove(i)
+        whole = next((n for n, missing in enumerate(self._missing) if missing), len(self._missing))
+        if not self._missing[number]:
+            self._parts.say(whole - 1)
+
+
+class TorchRank:
+    """The same, with torch's DistributedDataParallel at work: `AllReduce(engine="ddp")`.
+
+    It sums in its own hooks while backward runs; its order of additions is not recorded.
+    """
+
+    def __init__(self, worker: Worker, bucket_bytes: int) -> None:
+        worker.fabric.default_group()
+        self.worker, self._last = worker, False
+        whole, cap = Whole(worker.model, worker.outputs), bucket_bytes / (1 << 20)
+        with warnings.catch_warnings():  # newer torch has another name for "buffers are local"
+            warnings.simplefilter("ignore", FutureWarning)
+            self._ddp = nn.parallel.DistributedDataParallel(whole, broadcast_buffers=False, bucket_cap_mb=cap)
+        worker.outputs = self._outputs  # type: ignore[method-assign]
+
+    def begin(self, *, contributes: int) -> None:
+        """Let the coming backward pass sum; those before it only add up on this rank (`no_sync`)."""
+        self._last = True
+
+    def mean(self, *, contributes: int) -> tuple[bool, bool]:
+        """As `Rank.mean`; all contribute alike."""
+        self._last = False
+        self.worker.flat.grads.div_(contributes)
+        votes = self.worker.flat.tail[:1].fill_(float(self.worker.fabric.stopping))
+        dist.all_reduce(votes)
+        return True, votes.item() > 0
+
+    def _outputs(self, batch: Any) -> Any:
+        if self._last:
+            return self._ddp(batch)
+        with self._ddp.no_sync():
+            return self._ddp(batch)
+
+
+class Whole(nn.Module):
+    """A model behind one call, as DistributedDataParallel asks."""
+
+    def __init__(self, model: nn.Module, outputs: Any) -> None:
+        super().__init__()
+        self.model, self._say = model, outputs
+
+    def forward(self, batch: Any) -> Tensor:
+        """What the model says to `batch`."""
+        return self._say(batch)

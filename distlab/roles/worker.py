@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distlab.data import Stream
 from distlab.errors import NonFiniteLoss
-from distlab.fabric import Fabric, Link
+from distlab.fabric import Fabric, Link, Parts
 from distlab.flat import Flat
 from distlab.roles.chief import Chief
 from distlab.roles.updater import Gradient, Params
@@ -35,12 +35,18 @@ class Computer:
         self.flat = Flat(self.model)
         self.stream = Stream(task.train, batch_size=batch_size, index=index, num_workers=num_workers, seed=task.seed)
 
-    def backward(self, params: Tensor, batch: Any) -> float:
-        """Fill `flat.grads` with the gradient of the mean loss over `batch` at `params` (size,); returns the loss."""
+    def outputs(self, batch: Any) -> Any:
+        """What the model says to `batch`."""
+        return self.task.outputs(self.model, batch)
+
+    def backward(self, params: Tensor, batch: Any, *, add: bool = False) -> float:
+        """Fill `flat.grads` with the gradient of the mean loss over `batch` at `params` (size,), or `add` it to what is
+        there; returns the loss."""
         if params is not self.flat.params:
             self.flat.params.copy_(params)
-        self.flat.grads.zero_()
-        loss = self.task.loss_of(self.task.outputs(self.model, batch), batch)
+        if not add:
+            self.flat.grads.zero_()
+        loss = self.task.loss_of(self.outputs(batch), batch)
         loss.backward()
         return loss.item()
 
@@ -105,8 +111,8 @@ class Worker(Computer):
         if self.chief is not None:
             self.chief.log(version, loss)
 
-    def gradient(self, params: Params, batch: Any) -> Gradient:
-        """The gradient of the mean loss over `batch` at `params`.
+    def gradient(self, params: Params, batch: Any, *, add: bool = False, parts: Parts | None = None) -> Gradient:
+        """The gradient of the mean loss over `batch` at `params`; `add` sums it with those before in the same buffer.
 
         Its values are this worker's own buffer, good until the next call. Buffers of the model (BatchNorm) change
         here and nowhere else.
@@ -114,14 +120,17 @@ class Worker(Computer):
         Raises:
             NonFiniteLoss: the loss is infinite or not a number.
         """
-        gradient = self.gradient_unless(None, params, batch)
+        gradient = self.gradient_unless(None, params, batch, add=add, parts=parts)
         assert gradient is not None
         return gradient
 
-    def gradient_unless(self, news: Link | None, params: Params, batch: Any) -> Gradient | None:
+    def gradient_unless(
+        self, news: Link | None, params: Params, batch: Any, *, add: bool = False, parts: Parts | None = None
+    ) -> Gradient | None:
         """The same, but stop at once, with None, when a message comes on the link `news` (a simulated run only)."""
         self.look(params)
-        done = self.fabric.timed("compute", lambda: self.backward(params.values, batch), unless=news)
+        backward = lambda: self.backward(params.values, batch, add=add)  # noqa: E731
+        done = self.fabric.timed("compute", backward, unless=news, parts=parts)
         loss, samples = math.nan if done.value is None else done.value, self.stream.batch_size
         grads, reads = self.flat.grads, params.versions
         gradient = Gradient(grads, params.version, self.index, self.step, samples, loss, reads)

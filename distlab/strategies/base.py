@@ -87,12 +87,13 @@ class Strategy(Options, ABC):
         promises: what `check_strategy` may hold it to, beyond what is true of all: "fresh" (version v holds only
             gradients read at v - 1), "distinct" (of no worker two), "enough" (as many as `gradients_per_update` says),
             "identical replicas".
-        simulated_only: why it cannot run on real processes, if it cannot.
+        simulated_only, real_only: why it cannot run on real processes, or on a virtual clock, if it cannot.
     """
 
     final: ClassVar[str] = "worker"
     promises: tuple[str, ...] = ("distinct",)
     simulated_only: str = ""
+    real_only: str = ""
 
     @abstractmethod
     def layout(self, num_workers: int) -> Layout:

@@ -16,6 +16,7 @@ from distlab.fabric import Fabric
 from distlab.fabric.base import Timed
 from distlab.flat import Flat, Vector, local_state
 from distlab.options import check_count, check_word
+from distlab.roles.exchange import Exchange
 from distlab.roles.rank import Rank
 from distlab.roles.updater import Gradient, Lane, Params, Updater
 from distlab.roles.worker import USED_UP
@@ -61,10 +62,14 @@ class LocalSGD(Strategy):
     def gradients_per_update(self, num_workers: int) -> int:
         return num_workers * self.every
 
+    def exchange(self, flat: Flat) -> Exchange:
+        """How a rank's moves become their sum."""
+        return Exchange(flat, self.algorithm)
+
     def run(self, fabric: Fabric, job: Job) -> Outcome:
         worker = worker_of(fabric, job)
         flat, updater = worker.flat, Updater(fabric, job.task, worker.flat)
-        rank, rounds = Rank(worker, self.algorithm), Rounds(job.task, flat, self.outer)
+        rank, rounds = Rank(worker, self.exchange(flat)), Rounds(job.task, flat, self.outer)
         mine: list[Gradient] = []
         for batch in worker.rounds():
             if batch is not USED_UP:
@@ -73,7 +78,7 @@ class LocalSGD(Strategy):
                 fabric.record("local", done.start_s, done.end_s, version=updater.version, **mine[-1].facts)
             if len(mine) == self.every or batch is USED_UP:
                 torch.sub(flat.params, rounds.start.params, out=flat.grads)
-                somebody, enough = rank.mean(contributes=bool(mine))
+                somebody, enough = rank.mean(contributes=int(bool(mine)))
                 if somebody:
                     rounds.end(flat.grads, flat.params)
                     updater.version += 1
