@@ -37,6 +37,7 @@ ACTIVITIES = {
     "dispatch": (YELLOW, ""),
     "loss": (PINK, "..."),
     "evaluate": (GREY, "|||"),
+    "unplaced": (BLUE, "..."),
 }
 LINES = [
     (BLUE, "-"),

@@ -261,10 +261,11 @@ def run_from(algorithm: Strategy, cluster: str, task: Task, outcomes: Mapping[An
     model = max(final, key=lambda left: left.version, default=Outcome())
     if model.ranges:
         model = whole(final) if len(final) == held else Outcome()
-    chief = first.get("worker") or first.get("replica") or Outcome()
+    local: dict[str, Tensor] = {}  # the first worker's; in-graph, that of every device of the first replica
+    for left in [first["worker"]] if "worker" in first else [left for _, left in order[::-1]]:
+        local |= left.local or {}
     steps = {str(peer): left.steps for peer, left in order if peer.role in ("worker", "replica")}
     replicas = {str(peer): left.params for peer, left in order if peer.role == "worker" and left.params is not None}
-    local = chief.local or {}
     judged = next((left.judged for left in outcomes.values() if left.judged), [])
     return Run(
         repr(algorithm),

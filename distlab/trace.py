@@ -33,6 +33,7 @@ KINDS = (
     "local",  # a worker: it applied its gradient to its own copy; what becomes of that, the end of the round will say
     "death",  # the process ended without a word
     "evaluate",  # the chief: parameters of `version` had this `loss` on the validation data
+    "unplaced",  # the client: it computed what is placed on no device
 )
 ROLES = ("worker", "server", "client", "replica")
 

@@ -50,7 +50,17 @@ def test_fewer_samples_than_replicas_leave_some_idle(three):
     torch.testing.assert_close(train(task, dl.InGraph(), three, 6).params, whole.params, rtol=0, atol=1e-12)
 
 
-def test_outputs_must_be_one_tensor(two):
-    task = countdown(forward=lambda model, x: (model(x), 1), loss=lambda outputs, _: outputs[0].mean())
-    with pytest.raises(TypeError, match="InGraph gathers outputs along dim 0: they must be one tensor, got tuple"):
-        train(task, dl.InGraph(), two, 2)
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (lambda out: 1, "the model returned a tuple: on a device it must be a tensor, or a tuple of tensors"),
+        (lambda out: out, "InGraph gathers outputs along dim 0: they must be one tensor, got tuple"),
+    ],
+)
+def test_outputs_must_be_one_tensor(two, second, text):
+    def both(model, x):
+        out = model(x)
+        return out, second(out)
+
+    with pytest.raises(TypeError, match=text):
+        train(countdown(forward=both, loss=lambda outputs, _: outputs[0].mean()), dl.InGraph(), two, 2)

@@ -57,6 +57,8 @@ FAMILY = (  # every option of the parameter servers, alone and with others
     dl.Hogwild(),
     dl.LocalSGD(every=3),
     dl.LocalSGD(every=2, outer=nesterov, algorithm="ring"),
+    dl.InGraph(place={"0": 0}),
+    dl.InGraph(place={"0": 0, "2": 1}),
 )
 DEADLINE_S = 60.0  # how long anything may take before a test calls it hung; nothing needs a tenth of it
 

@@ -48,8 +48,10 @@ class Kind(IntEnum):
     STORE = 6  # worker to server: parameters that the worker has changed itself
     STOP = 7  # the run is over
     DATA = 8  # a client's part of a batch, or a collective's piece
-    OUTPUTS = 9  # replica to client: what its model said
+    FORWARD = 13  # client to replica: inputs alone, for modules whose parameters are there
+    OUTPUTS = 9  # replica to client: what its modules said
     BACKWARD = 10  # client to replica: the gradient of the loss by those outputs
+    APPLY = 14  # client to replica: make an update of your gradients
     GROW = 11  # the next message is longer than any before (handled by the link)
 
 

@@ -7,6 +7,7 @@ only a tape, it can be edited: another learning rate, a worker left out, the sam
 """
 
 import copy
+import warnings
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distlab.clusters.simulated import SimulatedCluster
 from distlab.collectives import in_one_thread
-from distlab.data import Stream, pieces
+from distlab.errors import DivergenceWarning
 from distlab.flat import Flat, Vector, local_state
 from distlab.options import check_positive
 from distlab.randomness import Randomness, undisturbed
@@ -26,10 +28,11 @@ from distlab.roles.worker import Computer
 from distlab.rules import MEAN, Rule
 from distlab.shards import Shard
 from distlab.strategies.base import ParameterServerStrategy, Strategy, model_of
-from distlab.strategies.in_graph import flatten, unflatten
+from distlab.strategies.in_graph import InGraph
 from distlab.strategies.local_sgd import LocalSGD, Rounds
-from distlab.task import Task, pair
+from distlab.task import Task
 from distlab.trace import ROLES, Trace
+from distlab.train import train
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +115,10 @@ def replay(
     authors = {worker for line in lines for worker, _, _ in line.gradients}
     if without_worker is not None and without_worker not in authors:
         raise ValueError(f"without_worker={without_worker!r}: this tape has gradients of workers {sorted(authors)}")
+    if isinstance(strategy, InGraph):
+        if without_worker is not None:
+            raise ValueError("in-graph, all replicas compute one gradient: none can be left out of it")
+        return again(task, strategy, num_workers, max(line.version for line in lines), lr)
     with undisturbed():
         player = Player(trace, lines, task, strategy, num_workers, lr)
         losses = {}
@@ -122,6 +129,24 @@ def replay(
                 losses[line.version] = loss
         player.finish()
     return Replay(task, player.params, losses, player.local)
+
+
+def again(task: Task, strategy: Strategy, num_workers: int, num_updates: int, lr: float | None) -> Replay:
+    """Where one client decides all, the tape holds no choice: run the same program on a virtual clock."""
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        made = task.optimizer(params)
+        for group in made.param_groups:
+            group["lr"] = group["lr"] if lr is None else lr
+        return made
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DivergenceWarning)  # said of the run itself
+        cluster = SimulatedCluster(num_workers)
+        run = train(task.but(optimizer=optimizer), strategy, cluster, num_updates=num_updates, progress=False)
+    losses = dict(zip(run.applies["version"].tolist(), run.applies["loss"].tolist(), strict=True))
+    assert run.params is not None
+    return Replay(task, run.params, losses, dict(run.local))
 
 
 class Holder:
@@ -150,14 +175,13 @@ class Player:
         self.workers: dict[int, Computer] = {}
         self.random: dict[int, Randomness] = {}
         self.own_lanes: dict[int, Lane] = {}
-        self.client = Randomness(self._computer(0).seed)  # a client draws what worker 0 would
         self.computes = reads(trace, len(shards))
         self.ahead = {worker: deque(sorted(steps)) for worker, steps in self.computes.items()}  # not yet computed
         self.done: dict[tuple[int, int], tuple[Tensor, float]] = {}
         self.uses = Counter((w, s) for line in lines for w, s, _ in line.gradients)
         self.last_use = last_uses(lines, self.computes)
-        has = {kind: len(trace.select(kind)) > 0 for kind in ("dispatch", "store", "reduce")}
-        self.make = self._client if has["dispatch"] else self._worker if has["store"] else self._mean
+        has = {kind: len(trace.select(kind)) > 0 for kind in ("store", "reduce")}
+        self.make = self._worker if has["store"] else self._mean
         self.exchanges: list[Exchange] = []
         if has["reduce"] or hasattr(strategy, "exchange"):
             self.make, exchange = self._every, getattr(strategy, "exchange", Exchange)
@@ -182,10 +206,9 @@ class Player:
 
     def finish(self) -> None:
         """What the chief computed and nobody used still moved its buffers."""
-        if self.make != self._client:
-            chief = min(self.computes)
-            while self.ahead[chief]:
-                self._next(chief)
+        chief = min(self.computes)
+        while self.ahead[chief]:
+            self._next(chief)
 
     @property
     def params(self) -> Tensor:
@@ -265,23 +288,6 @@ class Player:
         holder.latest = self.flat.params.clone()
         return float(np.mean(losses))
 
-    def _client(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
-        """The client cut one batch, and backward at the gather."""
-        step, read = gradients[0][1:]
-        holder = self.holders[0]
-        whole = Stream(self.task.train, batch_size=self.task.batch_size * self.num_workers, seed=self.task.seed)
-        batch = self.client.around(lambda: whole.batch(step))
-        cut = pieces(pair(batch)[0], self.num_workers)
-        parts = [unflatten(part, [t.clone() for t in flatten(part)]) for part in cut]  # aligned, as they came
-        computers = [self._computer(i) for i in range(len(parts))]
-        outputs = [self._forward(c, holder.versions[read], part) for c, part in zip(computers, parts, strict=True)]
-        gathered = torch.cat([o.detach() for o in outputs]).requires_grad_()
-        loss = self.task.loss_of(gathered, batch)
-        grads = torch.autograd.grad(loss, gathered)[0].split([len(o) for o in outputs])
-        values = [self._backward(c, o, g.clone()) for c, o, g in zip(computers, outputs, grads, strict=True)]
-        self._step(holder.lane, torch.stack(values).sum(0), holder.applied)
-        return loss.item()
-
     def _gradient(self, worker: int, step: int) -> tuple[Tensor, float]:
         """A worker's gradient (size + tail,) of `step` and its loss. All of its earlier ones are computed before: each
         draws random numbers and moves buffers."""
@@ -308,18 +314,6 @@ class Player:
         computer, (_, batch) = self._computer(worker), self.computes[worker][step]
         self.ahead[worker].popleft()
         return self.random[worker].around(lambda: computer.backward(params, computer.stream.batch(batch)))
-
-    def _forward(self, computer: Computer, params: Tensor, inputs: Any) -> Tensor:
-        """A replica's outputs."""
-        computer.flat.params.copy_(params)
-        forward = lambda: self.task.outputs(computer.model, (inputs, None))  # noqa: E731
-        return self.random[computer.index].around(forward)
-
-    def _backward(self, computer: Computer, outputs: Tensor, gradient: Tensor) -> Tensor:
-        """A replica's gradient (size,)."""
-        computer.flat.grads.zero_()
-        self.random[computer.index].around(lambda: outputs.backward(gradient))
-        return computer.flat.grads.clone()
 
     def _step(self, lane: Lane, mean: Tensor, version: int, factor: float = 1.0) -> None:
         lane.step(mean, factor * (self.task.lr_schedule(version) if self.task.lr_schedule else 1.0))

@@ -43,7 +43,7 @@ class Chief:
 
     def look(self, params: Params) -> None:
         """The worker holds `params`: evaluate them if it is time to."""
-        if params.version < self._next:
+        if not self.is_due(params.version):
             return
         self._next = (params.version // self._every + 1) * self._every
         idle = dict.fromkeys(("loss", *self._task.metrics), math.nan)
@@ -51,6 +51,10 @@ class Chief:
         self._fabric.record("evaluate", done.start_s, done.end_s, version=params.version, loss=done.value["loss"])
         self.judged.append({"version": params.version, **done.value})
         self._write(params.version, {f"validation/{name}": value for name, value in done.value.items()})
+
+    def is_due(self, version: int) -> bool:
+        """Will `look` evaluate parameters of this version?"""
+        return version >= self._next
 
     def log(self, version: int, loss: float) -> None:
         """The worker's training loss at `version`."""

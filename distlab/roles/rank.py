@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from distlab.collectives import Ranks, broadcast
 from distlab.fabric import Parts
 from distlab.roles.exchange import Exchange
-from distlab.roles.worker import Worker
-
-FORWARD = 1 / 3  # of a gradient's compute time; the rest is backward
+from distlab.roles.worker import FORWARD, Worker
 
 
 class Rank:

@@ -17,6 +17,7 @@ from distlab.roles.chief import Chief
 from distlab.roles.updater import Gradient, Params
 from distlab.task import Task
 
+FORWARD = 1 / 3  # of a gradient's compute time; the rest is backward
 USED_UP = object()  # instead of a batch: there is no more data
 
 

@@ -1,45 +1,80 @@
 """In-graph replication: one client drives all devices.
 
-The client holds the parameters. Each step it cuts the batch, ships parameters and a piece to every replica,
-gathers their outputs, computes the loss, sends every replica the gradient of the loss by its outputs, gathers the
-parameters' gradients and applies. The hard idea is the order: *all* replicas get their work before any answer is
-awaited, and backward is cut at the gather, so that equal replicas compute at the same time.
+The client's program reads as if there were one device: load a batch, call the model, compute the loss, go backward,
+apply. The hard idea is the order: *all* replicas get their work before any answer is awaited, and backward is cut at
+the gather, so that equal replicas compute at the same time. So the client runs one program per replica side by side,
+each as far as it comes without an answer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from distlab.data import Stream, pieces, size_of
 from distlab.fabric import Fabric, Kind, Link, Message
-from distlab.fabric.base import ALWAYS
-from distlab.flat import local_state
+from distlab.fabric.base import ALWAYS, Timed
+from distlab.flat import Flat, local_state, padded
+from distlab.options import check_count
+from distlab.roles.placed import Ask, Crossing, Piece, Placed, Served, go_back, pieces_of
 from distlab.roles.updater import Gradient, Params, Updater
+from distlab.roles.worker import FORWARD
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
-from distlab.task import pair
-
-FORWARD, BACKWARD = 1 / 3, 2 / 3  # shares of a gradient's compute time
+from distlab.task import Task, pair
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class InGraph(Strategy):
     """Synchronous by construction; the batch of the client is `num_workers` times the task's.
 
-    Who applies: the client, after it gathered every replica's gradient.
+    Who applies: the client, after it gathered every replica's gradient. Of a model that is cut (`place`) and not
+        copied, the parameters stay with their modules: the client gives the word, and each device applies its own.
     What is dropped: nothing.
     Assumes: a loss that is a mean over rows of the gathered outputs; then the update equals that of the whole
-        batch on one worker. Only the model is replicated: cutting, gathering and the loss run on the client.
-        Buffers (BatchNorm) move on the replicas alone; what the client evaluates on the way knows nothing of them.
+        batch on one worker, and of the uncut model. Only what is placed runs on the devices: loading, cutting the
+        batch, modules that are placed nowhere, gathering and the loss are the client's. Buffers (BatchNorm) move where
+        their modules run; what the client evaluates on the way knows nothing of those on devices.
     If a replica dies: the run ends with an error that names it.
-    If the client dies: the run is over; it was the only one that knew the parameters.
+    If the client dies: the run is over; it was the only one that knew what to do next.
+
+    Args:
+        place: module name -> device, from 0: cut the model over so many of the workers, such as
+            ``place={"features": 0, "classifier": 1}``. Twice as many workers are two copies of the cut model, each on
+            devices of its own and with its own half of the batch. Placed modules take and return tensors. A device's
+            compute time is that of its own modules. None: the whole model on every device.
     """
+
+    place: Mapping[str, int] | None = None
 
     promises = ("fresh", "enough", "distinct")
 
     final = "client"
+
+    def __post_init__(self) -> None:
+        if self.place is None:
+            return
+        if not isinstance(self.place, Mapping) or not self.place:
+            raise TypeError(f"place must say which module is on which device, such as {{'0': 0}}, got {self.place!r}")
+        used = {check_count(f"place[{name!r}]", device, least=0) for name, device in self.place.items()}
+        if unused := set(range(max(used))) - used:
+            raise ValueError(f"place uses device {max(used)}, but nothing is on device {min(unused)}")
+
+    @property
+    def num_devices(self) -> int:
+        """Of one replica."""
+        return 1 if self.place is None else 1 + max(self.place.values())
+
+    def check(self, num_workers: int) -> None:
+        if num_workers % self.num_devices:
+            raise ValueError(f"place needs {self.num_devices} workers for each replica, got {num_workers} in all")
+
+    def check_task(self, task: Task) -> None:
+        pieces_of(task.build(), self.place)
 
     def layout(self, num_workers: int) -> Layout:
         return Layout({"client": 1, "replica": num_workers}, [("client", "replica")])
@@ -48,80 +83,154 @@ class InGraph(Strategy):
         return sum(num_batches) // len(num_batches)  # they are one stream, of which an update takes one for each
 
     def run(self, fabric: Fabric, job: Job) -> Outcome:
-        return self.drive(fabric, job) if fabric.me.role == "client" else self.replicate(fabric, job)
+        return self.drive(fabric, job) if fabric.me.role == "client" else self.serve(fabric, job)
 
     def drive(self, fabric: Fabric, job: Job) -> Outcome:
         """The client's program."""
-        client = Client(fabric, job)
-        while client.updater.version < job.num_updates and not fabric.stopping:
+        client = Client(fabric, job, self)
+        while client.version < job.num_updates and not fabric.stopping:
             batch = client.next_batch()
-            sizes = client.dispatch(batch)
-            outputs = client.gather(len(sizes))
+            outputs = client.together([partial(client.outputs, part) for part in client.cut(batch)])
             loss, grads = client.loss(outputs, batch)
-            client.send_all(Kind.BACKWARD, [[grad] for grad in grads])
-            client.apply(client.gather(len(sizes)), sizes, loss)
-        client.stop()
-        return Outcome(client.flat.params, client.updater.version)
+            ways = zip(outputs, grads, client.crossings, strict=True)
+            client.together([partial(go_back, *way) for way in ways])
+            client.apply(loss)
+        client.fetch()
+        client.send_all(Kind.STOP)
+        return Outcome(client.flat.params, client.version, client.local)
 
-    def replicate(self, fabric: Fabric, job: Job) -> Outcome:
-        """A replica's program: forward when data comes, backward when the gradient of its outputs comes."""
-        replica = Replica(fabric, job)
-        while (message := replica.link.recv()).kind is not Kind.STOP:
-            if message.kind is Kind.DATA:
-                replica.send(Kind.OUTPUTS, replica.forward(message), message)
-            else:
-                replica.send(Kind.GRADIENT, replica.backward(message), message)
-        return Outcome(None, 0, local_state(replica.worker.model), replica.worker.step)
+    def serve(self, fabric: Fabric, job: Job) -> Outcome:
+        """A device's program: it does what it is asked."""
+        device = Device(fabric, job, self)
+        while (message := device.link.recv()).kind is not Kind.STOP:
+            device.obey(message)
+        return Outcome(None, 0, device.local, device.worker.step)
 
 
 class Client:
-    """The one program: its parameters, its data, its links to the replicas."""
+    """The one program: its data, its parameters, its links to the devices.
 
-    def __init__(self, fabric: Fabric, job: Job) -> None:
-        self.fabric, self.task = fabric, job.task
-        self.replicas: list[Link] = fabric.links("replica")
+    Attributes:
+        flat: all parameters; those that stay with their devices are here as last fetched.
+        stays: do parameters stay where they are placed?
+    """
+
+    def __init__(self, fabric: Fabric, job: Job, strategy: InGraph) -> None:
+        self.fabric, self.task, self.version = fabric, job.task, 0
         batch_size = job.task.batch_size * job.num_workers
         self.worker = worker_of(fabric, job, index=0, num_workers=1, batch_size=batch_size)
-        self.flat = self.worker.flat
-        self.updater = Updater(fabric, job.task, self.flat)
+        self.flat, self.model = self.worker.flat, self.worker.model
+        links, width = fabric.links("replica"), strategy.num_devices
+        self.replicas = [links[i : i + width] for i in range(0, len(links), width)]
+        self.pieces = pieces_of(self.model, strategy.place)
+        self.stays = strategy.place is not None and len(self.replicas) == 1
+        self.sizes: list[int] = []  # of the parts of this step's batch
+        self.crossings: list[list[Crossing]] = []  # of each replica's program in this step
+        self._at = 0  # which replica's program is running
+        self._place(strategy.place is None)
+
+    def _place(self, whole: bool) -> None:
+        """Put stand-ins where the placed modules were, and an optimizer over what the client holds."""
+        for number, piece in enumerate(self.pieces):
+            mine, held = indices(self.flat, piece), ()  # type: list[int], tuple[Tensor, ...]
+            if mine and not self.stays:
+                where = extent(self.flat, mine)
+                held = self.flat.params[where], self.flat.grads[where]
+            placed = Placed(piece, number, self.ask, lambda crossing: self.crossings[self._at].append(crossing), *held)
+            if not whole:
+                placed.install(self.model)
+        self._all = placed if whole else None
+        self.own = among_all(self.flat, self.model, self.pieces) if self.stays else self.flat
+        self.updater = None if self.own is None else Updater(self.fabric, self.task, self.own)
+        self.local = {} if whole else local_state(self.model)
+
+    def outputs(self, part: Any) -> Any:
+        """What the model says to a part of a batch."""
+        return self.task.outputs(self.model, (part, None)) if self._all is None else self._all(*flatten(part))
+
+    def ask(self, question: Ask) -> Message:
+        """Let the other programs go on until there is an answer. Gradient mode is the thread's: bring it back."""
+        grad_mode = torch.is_grad_enabled()
+        answer = getcurrent().parent.switch(question)
+        torch.set_grad_enabled(grad_mode)
+        return answer
 
     def next_batch(self) -> Any:
-        """The whole batch of this step."""
+        """The whole batch of this step; the client's parameters are looked at, if it is time to."""
+        self.look()
         return self.fabric.timed("load", lambda: self.worker.stream.batch(self.worker.step), idle=ALWAYS).value
 
-    def dispatch(self, batch: Any) -> list[int]:
-        """Cut `batch`, send every replica parameters and its piece; returns the sizes of the pieces."""
-        self.worker.look(Params(self.flat.params, self.updater.version))
+    def look(self) -> None:
+        """Let the chief evaluate."""
+        chief = self.worker.chief
+        if chief is not None and chief.is_due(self.version):
+            self.fetch()
+            chief.look(Params(self.flat.params, self.version))
+
+    def cut(self, batch: Any) -> list[Any]:
+        """The replicas' parts of the batch's inputs."""
         done = self.fabric.timed("dispatch", lambda: pieces(pair(batch)[0], len(self.replicas)), idle=ALWAYS)
         parts, start = done.value, done.start_s
         for _ in parts[1:]:  # each replica's part takes its time
             done = self.fabric.timed("dispatch", lambda: None)
         self.fabric.record("dispatch", start, done.end_s, step=self.worker.step, samples=size_of(batch))
-        self.send_all(Kind.DATA, [[self.flat.params, *flatten(part)] for part in parts])
-        return [size_of(part) for part in parts]
+        if self.own is not None:
+            self.own.grads.zero_()
+        self.sizes, self.crossings = [size_of(part) for part in parts], [[] for _ in parts]
+        return parts
 
-    def send_all(self, kind: Kind, tensors: Sequence[Sequence[Tensor]]) -> None:
-        """Send each of the first replicas its tensors: all are on their way before the first is waited for."""
-        links, version, step = self.replicas[: len(tensors)], self.updater.version, self.worker.step
-        for link, parts in zip(links, tensors, strict=True):
-            start = self.fabric.now()
-            sent = link.post(kind, parts, version=version, step=step)
-            self.fabric.record("send", start, self.fabric.now(), peer=link.peer, step=step, num_bytes=sent)
+    def together(self, programs: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run one program for each replica side by side, each as far as it can without an answer; their results."""
+        tasks, results = [greenlet(program) for program in programs], [None] * len(programs)
+        asked: deque[tuple[int, int]] = deque()
+
+        def go_on(number: int, *answer: Message) -> None:
+            self._at = number
+            with torch.enable_grad():  # which the program before may have left switched off
+                said = self._own_work(partial(tasks[number].switch, *answer))
+            if tasks[number].dead:
+                results[number] = said
+            else:
+                self._post(self.replicas[number][said.device], said.kind, said.tensors)
+                asked.append((number, said.device))
+
+        for number in range(len(tasks)):
+            go_on(number)
+        while asked:
+            number, device = asked.popleft()
+            go_on(number, self._recv(self.replicas[number][device]))
+        return results
+
+    def _own_work(self, function: Callable[[], Any]) -> Any:
+        done = self.fabric.timed("unplaced", function, idle=ALWAYS)
+        if self.pieces[0].names != ("",):
+            self.fabric.record("unplaced", done.start_s, done.end_s, step=self.worker.step)
+        return done.value
+
+    def _post(self, link: Link, kind: Kind, tensors: Sequence[Tensor] = ()) -> None:
+        start, step = self.fabric.now(), self.worker.step
+        sent = link.post(kind, tensors, version=self.version, step=step)
+        self.fabric.record("send", start, self.fabric.now(), peer=link.peer, step=step, num_bytes=sent)
+
+    def _recv(self, link: Link) -> Message:
+        start = self.fabric.now()
+        message = link.recv()
+        self.fabric.record("wait", start, self.fabric.now(), peer=link.peer, step=self.worker.step)
+        return message
+
+    def send_all(self, kind: Kind) -> None:
+        """Send every device a word."""
+        links = [link for replica in self.replicas for link in replica]
+        for link in links:
+            self._post(link, kind)
         for link in links:
             link.flush()
 
-    def gather(self, count: int) -> list[Tensor]:
-        """The next tensor from each of the first `count` replicas."""
-        gathered = []
-        for link in self.replicas[:count]:
-            start = self.fabric.now()
-            gathered.append(link.recv().values)
-            self.fabric.record("wait", start, self.fabric.now(), peer=link.peer, step=self.worker.step)
-        return gathered
-
     def loss(self, outputs: list[Tensor], batch: Any) -> tuple[float, list[Tensor]]:
         """The loss of the gathered outputs, and its gradient by each replica's."""
-        gathered = torch.cat(outputs).requires_grad_()
+        if odd := [type(output).__name__ for output in outputs if not isinstance(output, Tensor)]:
+            raise TypeError(f"InGraph gathers outputs along dim 0: they must be one tensor, got {odd[0]}")
+        gathered = torch.cat([output.detach() for output in outputs]).requires_grad_()
 
         def loss_and_gradient() -> tuple[float, Tensor]:
             loss = self.task.loss_of(gathered, batch)
@@ -131,67 +240,144 @@ class Client:
         value, gradient = done.value
         value = self.worker.checked(value)
         self.fabric.record("loss", done.start_s, done.end_s, step=self.worker.step, loss=value)
-        self.worker.log(self.updater.version, value)
+        self.worker.log(self.version, value)
         return value, list(gradient.split([len(part) for part in outputs]))
 
-    def apply(self, grads: list[Tensor], sizes: list[int], loss: float) -> None:
-        """Apply the replicas' gradients as one update. The loss is a mean over the whole batch, so they add up."""
-        read, step = self.updater.version, self.worker.step
-        gradients = [Gradient(g, read, i, step, n, loss) for i, (g, n) in enumerate(zip(grads, sizes, strict=True))]
-        self.updater.apply(*gradients, mean=torch.stack(grads).sum(0))
+    def apply(self, loss: float) -> None:
+        """Make an update of the replicas' gradients. The loss is a mean over the whole batch, so they add up."""
+        width, now = len(self.replicas[0]), self.fabric.now()
+        shares = [n // width + (i < n % width) for n in self.sizes for i in range(width)]
+        whose = [Gradient(self.flat.grads, self.version, i, self.worker.step, n, loss) for i, n in enumerate(shares)]
+        done = Timed(None, now, now)
+        if self.updater is not None and self.own is not None:
+            done = self.updater.step(*whose, mean=self.own.grads)
+            self.updater.version += 1
+        if self.stays:
+            self.send_all(Kind.APPLY)
+        self.version += 1
+        for gradient in whose:
+            self.fabric.record("apply", done.start_s, done.end_s, version=self.version, **gradient.facts)
         self.worker.step += 1
 
-    def stop(self) -> None:
-        """Tell the replicas that the run is over."""
-        for link in self.replicas:
-            link.send(Kind.STOP)
+    def fetch(self) -> None:
+        """Bring what stays elsewhere into `flat`."""
+        if not self.stays:
+            return
+        self.send_all(Kind.PULL)
+        for device, link in enumerate(self.replicas[0]):
+            answer = iter(self._recv(link).tensors)
+            for mine in (indices(self.flat, piece) for piece in self.pieces if piece.device == device):
+                if mine:
+                    self.flat.params[extent(self.flat, mine)] = next(answer)
+        if self.own is not None:
+            for i, values in zip(own_indices(self.flat, self.pieces), self.own.parameters, strict=True):
+                self.flat.views(self.flat.params)[i].copy_(values.data)
 
 
-class Replica:
-    """A copy of the model on one device: it computes, and knows neither data nor loss."""
+class Device:
+    """What a client places modules on: it computes, and knows neither data nor loss."""
 
-    def __init__(self, fabric: Fabric, job: Job) -> None:
-        self.fabric, self.link = fabric, fabric.link("client", 0)
+    def __init__(self, fabric: Fabric, job: Job, strategy: InGraph) -> None:
+        self.fabric, self.link, self.place = fabric, fabric.link("client", 0), strategy.place
         self.worker = worker_of(fabric, job)
-        self.like = pair(Stream(job.task.train, batch_size=1, seed=job.task.seed).batch(0))[0]
-        self.outputs = torch.empty(0)
+        model, width = self.worker.model, strategy.num_devices
+        pieces = pieces_of(model, strategy.place)
+        mine = {i: piece for i, piece in enumerate(pieces) if piece.device == fabric.me.index % width}
+        self.stays = strategy.place is not None and job.num_workers == width
+        self.local = {n: t for n, t in local_state(model).items() if any(p.holds(n) for p in mine.values())}
+        self.served = {number: self._serve(job.task, piece) for number, piece in mine.items()}
+        self.updaters = [self._updater(job.task, pieces[i], served) for i, served in self.served.items()]
 
-    def forward(self, message: Message) -> Tensor:
-        """The model's outputs at the client's parameters, on this replica's piece."""
-        params, *inputs = message.tensors
-        self.worker.flat.params.copy_(params)
-        batch = (unflatten(self.like, inputs), None)
-        idle = torch.zeros(len(inputs[0]), 1)
-        outputs = self._timed(message, lambda: self.worker.task.outputs(self.worker.model, batch), FORWARD, idle)
-        if not isinstance(outputs, Tensor):
-            kind = type(outputs).__name__
-            raise TypeError(f"InGraph gathers outputs along dim 0: they must be one tensor, got {kind}")
-        self.outputs = outputs
-        return outputs.detach()
+    def _serve(self, task: Task, piece: Piece) -> Served:
+        if self.place is not None:
+            return Served(piece.module(self.worker.model), " + ".join(piece.names))
+        like = pair(Stream(task.train, batch_size=1, seed=task.seed).batch(0))[0]
+        whole = lambda *inputs: self.worker.outputs((unflatten(like, inputs), None))  # noqa: E731
+        return Served(self.worker.model, "the model", whole)
 
-    def backward(self, message: Message) -> Tensor:
-        """The gradient of the client's loss by the parameters, through this replica's outputs."""
-        self.worker.flat.grads.zero_()
-        self._timed(message, lambda: self.outputs.backward(message.values), BACKWARD)
-        self.worker.step += 1
-        return self.worker.flat.grads
+    def _updater(self, task: Task, piece: Piece, served: Served) -> Updater | None:
+        if not self.stays or served.flat is None:
+            return None
+        served.flat.among = self.worker.flat.shapes, indices(self.worker.flat, piece)
+        return Updater(self.fabric, task, served.flat)
 
-    def send(self, kind: Kind, values: Tensor, asked: Message) -> None:
+    def obey(self, message: Message) -> None:
+        """Do what the client asks, and answer."""
+        if message.kind is Kind.APPLY:
+            self.apply()
+        elif message.kind is Kind.PULL:
+            held = [served.flat.params for served in self.served.values() if served.flat is not None]
+            self.send(Kind.PARAMS, held, message)
+        else:
+            self.compute(message)
+
+    def compute(self, message: Message) -> None:
+        """Forward or backward through the piece that the message names."""
+        served = self.served[int(message.tensors[-1][0])]
+        if message.kind is Kind.BACKWARD:
+            if not self.stays and served.flat is not None:
+                served.flat.grads.zero_()
+            grads = self._timed(message, partial(served.backward, message), 1 - FORWARD, [])
+            held = [] if self.stays or served.flat is None else [served.flat.grads]
+            self.send(Kind.GRADIENT, [*grads, *held], message)
+            self.worker.step = message.step + 1
+        else:
+            idle = [torch.zeros(len(message.tensors[-2]), 1)]
+            outputs = self._timed(message, partial(served.forward, message), FORWARD, idle)
+            self.send(Kind.OUTPUTS, outputs, message, samples=served.num_outputs)
+
+    def apply(self) -> None:
+        """Make an update of what this device holds."""
+        for served, updater in zip(self.served.values(), self.updaters, strict=True):
+            if updater is not None and served.flat is not None:
+                updater.step(mean=served.flat.grads)
+                updater.version += 1
+                served.flat.grads.zero_()
+
+    def send(self, kind: Kind, tensors: Sequence[Tensor], asked: Message, **header: Any) -> None:
         """Answer the client."""
         start = self.fabric.now()
-        sent = self.link.send(kind, [values], version=asked.version, step=asked.step)
+        sent = self.link.send(kind, tensors, version=asked.version, step=asked.step, **header)
         self.fabric.record("send", start, self.fabric.now(), peer=self.link.peer, step=asked.step, num_bytes=sent)
 
-    def _timed(self, message: Message, function: Any, share: float, idle: Any = None) -> Any:
-        done, version = self.fabric.timed("compute", function, share, idle), message.version
+    def _timed(self, message: Message, function: Any, share: float, idle: Any) -> Any:
+        idle = idle if self.place is None else ALWAYS  # what comes out of a piece goes into the next
+        done = self.fabric.timed("compute", function, share / len(self.served), idle)
         whose: dict[str, Any] = {
             "worker": self.worker.index,
             "step": message.step,
-            "read": version,
+            "read": message.version,
             "batch": message.step,
         }
-        self.fabric.record("compute", done.start_s, done.end_s, version=version, **whose)
+        self.fabric.record("compute", done.start_s, done.end_s, version=message.version, **whose)
         return done.value
+
+
+def indices(flat: Flat, piece: Piece) -> list[int]:
+    """Which of the model's trainable tensors are in a piece."""
+    return [i for i, name in enumerate(flat.names) if piece.holds(name)]
+
+
+def own_indices(flat: Flat, pieces: Sequence[Piece]) -> list[int]:
+    """Which are in none."""
+    return [i for i, name in enumerate(flat.names) if not any(piece.holds(name) for piece in pieces)]
+
+
+def extent(flat: Flat, mine: Sequence[int]) -> slice:
+    """Where tensors that follow each other lie in the flat vector."""
+    assert list(mine) == list(range(mine[0], mine[-1] + 1)), "a module's parameters lie together"
+    sizes = [padded(shape.numel()) for shape in flat.shapes]
+    return slice(sum(sizes[: mine[0]]), sum(sizes[: mine[-1] + 1]))
+
+
+def among_all(flat: Flat, model: Any, pieces: Sequence[Piece]) -> Flat | None:
+    """What `model` holds itself, once all pieces are taken out of it; None if that is nothing to train."""
+    mine = own_indices(flat, pieces)
+    if not mine:
+        return None
+    own = Flat(model)
+    own.among = flat.shapes, mine
+    return own
 
 
 def flatten(inputs: Any) -> list[Tensor]:
@@ -201,7 +387,7 @@ def flatten(inputs: Any) -> list[Tensor]:
     return [inputs[name] for name in sorted(inputs)] if isinstance(inputs, Mapping) else list(inputs)
 
 
-def unflatten(like: Any, tensors: list[Tensor]) -> Any:
+def unflatten(like: Any, tensors: Sequence[Tensor]) -> Any:
     """`flatten` undone: inputs built as `like` is."""
     if isinstance(like, Tensor):
         return tensors[0]
