@@ -12,6 +12,7 @@ from distlab import tasks, theory
 from distlab.check import PromiseBroken, check_strategy
 from distlab.clusters import Cluster, LocalCluster, SimulatedCluster
 from distlab.compression import TopK
+from distlab.devices import Device, on
 from distlab.errors import (
     BadMessage,
     Deadlock,
@@ -58,6 +59,8 @@ __all__ = [  # noqa: RUF022  # in the order in which the lessons meet them
     "TopK",
     "LocalSGD",
     "InGraph",
+    "on",
+    "Device",
     "SingleWorker",
     "Hogwild",
     "WorkerApplies",

@@ -23,7 +23,7 @@ FLOORS = {
     3: {"strategies"},
     4: {"clusters"},
     5: {"train", "run", "faults", "checkpoint"},
-    5.5: {"reports", "check", "datasets", "tasks", "theory"},
+    5.5: {"devices", "reports", "check", "datasets", "tasks", "theory"},
     6: {"plots"},
     7: {"dashboard", "exercises"},
     7.5: {""},  # distlab/__init__.py: it names what is below, and nothing below imports it

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, spawn
@@ -76,13 +77,18 @@ def start(payload: bytes, place: Place) -> Member:
     """Start one process. The caller's script is not imported there: what it needs travels in `payload`."""
     control, its_control = CONTEXT.Pipe()
     out, its_out = CONTEXT.Pipe(duplex=False)
-    args = (payload, place, its_control, its_out)
-    child = CONTEXT.Process(target=process.main, args=args, name=str(place.me), daemon=True)
-    with _starting, patch.object(spawn, "get_preparation_data", _without_main(spawn.get_preparation_data)):
-        child.start()
+    child = launch(process.main, (payload, place, its_control, its_out), str(place.me))
     its_control.close()
     its_out.close()
     return Member(place.me, child, control, out, child.pid)
+
+
+def launch(target: Callable[..., None], args: tuple[Any, ...], name: str) -> Any:
+    """A new process that calls `target`, and ends with this one."""
+    child = CONTEXT.Process(target=target, args=args, name=name, daemon=True)
+    with _starting, patch.object(spawn, "get_preparation_data", _without_main(spawn.get_preparation_data)):
+        child.start()
+    return child
 
 
 def _without_main(original: Any) -> Any:

@@ -201,7 +201,7 @@ class Served:
         _, call, training, remember, *needs = plan.tolist()
         if message.kind is Kind.DATA and self.flat is not None:
             self.flat.params.copy_(tensors.pop(0))
-        inputs = [t.clone().requires_grad_(bool(n)) for t, n in zip(tensors, needs, strict=True)]
+        inputs = [t.detach().clone().requires_grad_(bool(n)) for t, n in zip(tensors, needs, strict=True)]
         self.module.train(bool(training))
         with torch.set_grad_enabled(bool(remember)):
             outputs = self.compute(*inputs)
@@ -213,6 +213,11 @@ class Served:
         if remember:
             self._calls[call] = inputs, list(several)
         return [t.detach() for t in several]
+
+    def forget(self, calls: Sequence[int]) -> None:
+        """Backward will not come back to these."""
+        for call in calls:
+            self._calls.pop(call, None)
 
     def backward(self, message: Message) -> list[Tensor]:
         """The gradients of the inputs that need one; those of the parameters are added to `flat.grads`."""

@@ -1,0 +1,139 @@
+"""`on`: a module in another process, under plain torch."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import distlab as dl
+
+
+@pytest.fixture(scope="module")
+def far():
+    with dl.Device() as device:
+        yield device
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def trained(model: nn.Module, optimizer=lambda params: torch.optim.Adam(params, lr=0.05), steps: int = 8) -> dict:
+    """Its parameters and buffers after some steps of a loop that knows nothing of devices."""
+    x = torch.linspace(-1, 1, 60, dtype=torch.float64).view(12, 5)
+    made = optimizer(model.parameters())
+    for _ in range(steps):
+        made.zero_grad()
+        F.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+        made.step()
+    return {name.replace("module.", ""): value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("where", [[0], [1], [0, 1, 3], [2, 3]])
+def test_module_on_a_device_trains_as_if_it_were_here(far, where):
+    model, here = network(), trained(network())
+    for i in where:
+        model[i] = dl.on(far, model[i])
+    there = trained(model)
+    assert there.keys() == here.keys()
+    for name, value in here.items():
+        torch.testing.assert_close(there[name], value, rtol=0, atol=1e-12)
+
+
+def test_module_computes_in_the_other_process(far):
+    class Pid(nn.Module):
+        def forward(self, x):
+            return x + os.getpid()
+
+    assert dl.on(far, Pid())(torch.zeros(1)).item() == far.pid != os.getpid()
+
+
+def test_gradient_of_the_inputs_comes_back(far):
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    model = network()[0]
+    (expected,) = torch.autograd.grad(model(x).pow(2).sum(), x)
+    (got,) = torch.autograd.grad(dl.on(far, model)(x).pow(2).sum(), x)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_module_may_be_called_twice_in_a_step_and_without_a_backward(far):
+    layer = nn.Linear(4, 4).double()
+    x = torch.randn(2, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(layer(x)).sum(), layer.weight)[0]
+    there = dl.on(far, layer)
+    for _ in range(3):
+        there(x)
+    assert there.done == [3]  # what nobody can go back to is told with the next call
+    assert torch.equal(torch.autograd.grad(there(there(x)).sum(), layer.weight)[0], expected)
+
+
+def test_modes_are_those_of_the_module_here(far):
+    there = dl.on(far, nn.Dropout(0.5))
+    x = torch.ones(1000)
+    assert 300 < (there(x) == 0).sum() < 700
+    assert there.eval()(x).equal(x)
+    with torch.no_grad():
+        assert not dl.on(far, nn.Linear(1000, 1))(x).requires_grad
+
+
+def test_tuples_of_tensors_come_back_as_tuples(far):
+    class Both(nn.Module):
+        def forward(self, x):
+            return x + 1, x.long()
+
+    first, second = dl.on(far, Both())(torch.zeros(2))
+    assert first.tolist() == [1, 1]
+    assert second.dtype == torch.int64
+
+
+def test_exception_of_the_module_arrives_as_itself(far):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        dl.on(far, nn.Linear(3, 1))(torch.zeros(1, 5))
+    assert caught.value.__notes__ == [f"raised on {far!r}"]
+    assert dl.on(far, nn.Linear(5, 1))(torch.zeros(1, 5)).shape == (1, 1)
+
+
+def test_second_backward_is_refused(far):
+    loss = dl.on(far, nn.Linear(3, 1))(torch.zeros(1, 3)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward went through Linear a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda far: dl.on(far, 3), "on takes a device and a module, got 3"),
+        (lambda far: dl.on(far, nn.Linear(3, 1))(torch.zeros(3), 2), "Linear was called with Tensor, int"),
+        (lambda far: dl.on(far, nn.Linear(3, 1))(input=torch.zeros(3)), "Linear was called with input=: in another"),
+    ],
+)
+def test_bad_calls_say_what_was_wrong(far, call, text):
+    with pytest.raises(TypeError, match=text):
+        call(far)
+
+
+def test_module_that_cannot_travel_is_refused(far):
+    layer = nn.Linear(1, 1)
+    layer.lines = (number for number in range(3))
+    with pytest.raises(TypeError, match=r"the module cannot be sent .* module.lines \(generator\)"):
+        dl.on(far, layer)
+
+
+def test_death_of_a_device_is_named():
+    device = dl.Device()
+    there = dl.on(device, nn.Linear(3, 1))
+    os.kill(device.pid, signal.SIGKILL)
+    with pytest.raises(dl.ProcessLost, match=rf"device \(pid {device.pid}\) was lost"):
+        there(torch.zeros(1, 3))
+    device.close()
+
+
+def test_torchs_own_devices_hold_their_parameters_and_outputs():
+    there = dl.on("meta", nn.Linear(3, 1))
+    assert {p.device.type for p in there.parameters()} == {"meta"}
+    assert there(torch.zeros(2, 3)).device.type == "meta"
