@@ -5,6 +5,7 @@ import torch
 from toys import countdown, halving, nesterov, regression, train
 
 import distlab as dl
+from distlab import data
 
 WORLDS = pytest.mark.parametrize("real", [False, True], ids=["simulated", "real"])
 
@@ -87,3 +88,28 @@ def test_uneven_data_ends_cleanly_with_equal_replicas(real):
 
 def test_it_keeps_its_promises():
     assert "kept its promises" in dl.check_strategy(dl.LocalSGD(every=3), num_cases=10)
+
+
+@pytest.mark.parametrize(("every", "end"), [(1, 0.2), (5, 0.307498), (20, 0.467648)])
+def test_workers_that_disagree_end_elsewhere_the_longer_they_train_alone(monkeypatch, every, end):
+    """Worker 0 wants 1 with curvature 1, worker 1 wants 0 with curvature 4: together they would settle at 1/5."""
+    monkeypatch.setattr(data, "permutation", lambda length, seed, epoch: torch.arange(length))  # each its own sample
+    told = lambda w, t: (t[:, 0] / 2 * (w - t[:, 1]) ** 2).mean()  # noqa: E731
+    wants = torch.tensor([[1.0, 1.0], [4.0, 0.0]], dtype=torch.float64)
+    slow = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+    task = countdown(train=(torch.zeros(2), wants), loss=told, optimizer=slow, batch_size=1)
+    made = train(task, dl.LocalSGD(every=every), dl.SimulatedCluster(2), 200)
+    assert made.params[0].item() == pytest.approx(end, abs=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_mean_path_of_workers_with_one_hessian_is_that_of_the_big_batch(monkeypatch, every):
+    """Only the targets differ between batches."""
+    monkeypatch.setattr(data, "permutation", lambda length, seed, epoch: torch.arange(length))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.eye(4, dtype=torch.float64).repeat(12, 1)  # every batch holds each unit vector once
+    y = torch.randn(48, 1, dtype=torch.float64, generator=generator)
+    task = regression(model=lambda: torch.nn.Linear(4, 1, bias=False).double(), train=(x, y))
+    made = train(task, dl.LocalSGD(every=every), dl.SimulatedCluster(3), 24 // every)
+    whole = train(task.but(batch_size=12), dl.SingleWorker(), dl.SimulatedCluster(1), 24)
+    torch.testing.assert_close(made.params, whole.params, rtol=0, atol=1e-15)

@@ -149,3 +149,25 @@ def test_a_server_with_a_full_network_card_is_as_fast_as_the_closed_form(workers
         workers, compute_s=computing, dispatch_s=0.0, num_bytes=size, bandwidth_bytes_per_s=2 * 1e8
     )
     assert run.updates_per_s == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_servers_on_the_workers_hosts_send_as_much_as_a_ring(p):
+    """What worker i pushes to the other hosts' servers, and what server i answers the other hosts' workers."""
+    cluster = dl.SimulatedCluster(p, compute=1.0, network=IDEAL, gradients="none")
+    trace = train(wide(4_000_000), dl.SyncPS(num_servers=p), cluster, 10).trace
+    pushes, pulls = (rows[rows["peer"] != rows["worker"]] for rows in map(trace.select, ("push", "pull")))
+    for host in range(p):
+        pushed, answered = pushes[pushes["worker"] == host]["bytes"], pulls[pulls["peer"] == host]["bytes"]
+        moved = (p - 1) * (pushed.mean() + answered.mean())
+        assert moved == pytest.approx(dl.theory.bytes_per_nic(4e6, p), rel=1e-3)
+
+
+@pytest.mark.parametrize("p", [1, 4, 64])
+def test_one_client_serves_at_most_one_over_its_own_time_and_workers_that_feed_themselves_any_number(p):
+    """A step of the client feeds all replicas, then waits for all: it comes to the ceiling from below."""
+    law = {"compute": 0.1, "dispatch_time": 0.02, "network": IDEAL, "gradients": "none"}
+    fed, own = (train(countdown(), s, dl.SimulatedCluster(p, **law), 40) for s in (dl.InGraph(), dl.SyncPS()))
+    assert p * fed.updates_per_s == pytest.approx(p / (0.1 + p * 0.02), rel=0.03)
+    assert p * fed.updates_per_s <= dl.theory.in_graph_replicas_per_s(p, compute_s=0.1, client_s=0.02) * 1.03
+    assert p * own.updates_per_s == pytest.approx(p / 0.1, rel=0.03)
