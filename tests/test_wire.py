@@ -163,3 +163,60 @@ def test_random_headers_of_this_run_never_crash(kind, count, role, index, rest):
 def test_header_is_as_long_as_it_says():
     assert wire.HEADER.size == 11 * 8
     assert struct.calcsize(wire.LINE.format) == 10 * 8
+
+
+def head(tensor: torch.Tensor, **fields) -> torch.Tensor:
+    """The head of a message with this tensor, before which it travels alone."""
+    buffer = torch.zeros(wire.HEAD_BYTES, dtype=torch.uint8)
+    assert wire.encode_head(buffer, Message(Kind.DATA, [tensor]), ME, TOKEN) == wire.size([]) + wire.ALIGN
+    return altered(buffer, **fields) if fields else buffer
+
+
+@pytest.mark.parametrize("dtype", wire.DTYPES, ids=str)
+def test_head_of_the_tensor_that_is_awaited_is_let_in(dtype):
+    assert wire.check_head(head(torch.zeros(7).to(dtype)), torch.ones(7).to(dtype), ME, TOKEN) is None
+
+
+def test_head_is_what_a_whole_message_begins_with():
+    whole, part = packed(torch.ones(7), kind=Kind.DATA), head(torch.ones(7))
+    size = wire.size([torch.ones(0)])
+    assert altered(whole, sent_ns=0)[:size].equal(altered(part, sent_ns=0)[:size])
+
+
+@pytest.mark.parametrize(
+    "sent", [torch.zeros(6), torch.zeros(8), torch.zeros(7).double(), torch.zeros(7).int(), torch.zeros(7, 1)], ids=str
+)
+def test_head_of_another_tensor_is_refused(sent):
+    with pytest.raises(BadMessage, match=r"worker 2 announces another tensor than the one of 7 x torch.float32"):
+        wire.check_head(head(sent), torch.zeros(7), ME, TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"magic": 0}, "a message on the link to worker 2 is not from this run"),
+        ({"token": TOKEN + 1}, "a message on the link to worker 2 is not from this run"),
+        ({"index": 1}, "says it is from role 0, number 1"),
+        ({"kind": 99}, "has kind 99"),
+        ({"kind": Kind.GROW}, "worker 2 announces another tensor"),
+        ({"count": 2}, "worker 2 announces another tensor"),
+        ({"count": 0}, "worker 2 announces another tensor"),
+        ({"count": -1}, "-1 tensors"),
+    ],
+    ids=str,
+)
+def test_head_that_was_not_agreed_is_refused(fields, told):
+    with pytest.raises(BadMessage, match=told):
+        wire.check_head(head(torch.zeros(7), **fields), torch.zeros(7), ME, TOKEN)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(min_size=wire.HEAD_BYTES, max_size=wire.HEAD_BYTES))
+def test_random_head_is_refused(content):
+    with pytest.raises(BadMessage):
+        wire.check_head(torch.frombuffer(bytearray(content), dtype=torch.uint8), torch.zeros(7), ME, TOKEN)
+
+
+def test_tensor_that_no_message_can_carry_is_refused_by_its_head():
+    with pytest.raises(BadMessage, match="a message cannot carry 1 tensors"):
+        head(torch.zeros(1, dtype=torch.uint16))

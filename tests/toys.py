@@ -30,7 +30,7 @@ def nesterov(params) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
-FAMILY = (  # every option of the parameter servers, alone and with others
+FAMILY = (  # every option of the parameter servers and of all-reduce, alone and with others
     dl.AsyncPS(),
     dl.AsyncPS(locking="tensor"),
     dl.AsyncPS(num_servers=3),
@@ -59,6 +59,10 @@ FAMILY = (  # every option of the parameter servers, alone and with others
     dl.LocalSGD(every=2, outer=nesterov, algorithm="ring"),
     dl.InGraph(place={"0": 0}),
     dl.InGraph(place={"0": 0, "2": 1}),
+    dl.AllReduce(bucket_bytes=64),
+    dl.AllReduce(accumulate=2, bucket_bytes=1),
+    dl.AllReduce(compression=dl.TopK(share=0.3)),
+    dl.AllReduce(algorithm="halving-doubling", accumulate=3, overlap=False),
 )
 DEADLINE_S = 60.0  # how long anything may take before a test calls it hung; nothing needs a tenth of it
 
@@ -111,6 +115,30 @@ def halving(**changes) -> dl.Task:
         "name": "halving",
     }
     return countdown(**parts | changes)
+
+
+def linear(**changes) -> dl.Task:
+    """Five weights without a bias; the loss is what the model says, so a gradient is the mean of its batch's inputs,
+    whatever the weights: see `slope`. The learning rate is 1."""
+    parts = {
+        "model": lambda: nn.Linear(5, 1, bias=False).double(),
+        "loss": lambda outputs, targets: outputs.mean(),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
+        "name": "linear",
+    }
+    return regression().but(**parts | changes)
+
+
+def slope(task: dl.Task, worker: int, step: int, num_workers: int) -> torch.Tensor:
+    """The gradient that a worker computes of `linear` at its step."""
+    stream = Stream(task.train, batch_size=task.batch_size, index=worker, num_workers=num_workers, seed=task.seed)
+    return stream.batch(step)[0].mean(0)
+
+
+def moved(task: dl.Task, run: dl.Run) -> torch.Tensor:
+    """How far a run has moved the parameters, without their padding."""
+    start = nn.utils.parameters_to_vector(task.build().parameters())
+    return nn.utils.parameters_to_vector(run.model.parameters()).detach() - start.detach()
 
 
 def spoiled(value: float, **changes) -> dl.Task:

@@ -316,6 +316,7 @@ class SimulatedFabric(Fabric):
         work = (lambda: idle) if skip else (lambda: self.randomness.around(function))
         if parts is not None:  # what is there before the end must be computed before it
             value = parts.spread(work, lambda part: self._pass(start + seconds * part, kind))
+            self._pass(start + seconds, kind)
             return Timed(value, start, self.now())
         if unless is not None and self._interrupted(unless, seconds):
             return Timed(None, start, self.now(), cancelled=True)

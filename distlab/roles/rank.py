@@ -3,10 +3,12 @@
 import warnings
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.collectives import Ranks, broadcast
+from distlab.errors import BadMessage
 from distlab.fabric import Parts
 from distlab.roles.exchange import Exchange
 from distlab.roles.worker import FORWARD, Worker
@@ -24,8 +26,10 @@ class Rank:
         fabric, me = worker.fabric, worker.index
         links = [None if i == me else fabric.link("worker", i) for i in range(fabric.counts["worker"])]
         self._ranks = Ranks(me, links)
+        self._agree_on_size()
         broadcast(self._ranks, worker.flat.params)  # the chief's, so that all begin alike
-        self._parts = Parts([FORWARD + (1 - FORWARD) * share for share in exchange.shares], self._is_there)
+        shares = exchange.shares[:-1]  # the last bucket waits for `mean`: until then nobody can apply a gradient of nan
+        self._parts = Parts([FORWARD + (1 - FORWARD) * share for share in shares], self._is_there)
         self._there, self._summing = 0, None  # type: int, Any
         self._missing: list[set[int]] = []  # of each bucket, the parameters whose gradient is not there yet
         if len(exchange.buckets) > 1:
@@ -57,7 +61,7 @@ class Rank:
         """
         flat = self.worker.flat
         if self._summing is not None:
-            self._is_there(len(self._exchange.buckets) - 1)  # a parameter that was not used says nothing
+            self._is_there(len(self._exchange.buckets) - 1)  # and those with parameters that were not used
             self._summing.join()
             self._summing = None
         else:
@@ -70,6 +74,16 @@ class Rank:
         if total:
             flat.grads.div_(total)
         return total > 0, votes > 0
+
+    def _agree_on_size(self) -> None:
+        """BadMessage if the model's factory made another one here: gloo aborts where more is lent than awaited."""
+        mine = torch.tensor([self.worker.flat.size, self.worker.flat.dtype.itemsize])
+        size, itemsize = broadcast(self._ranks, mine.clone()).tolist()
+        if [size, itemsize] != mine.tolist():
+            raise BadMessage(
+                f"worker 0 has a model of {size} numbers of {itemsize} bytes, {self.worker.fabric.me} one of "
+                f"{mine[0]} of {mine[1]}: the factory must make the same one everywhere"
+            )
 
     def _fill_tail(self, contributes: int) -> None:
         tail = self.worker.flat.tail.zero_()
@@ -104,7 +118,7 @@ class Rank:
             name = self.worker.flat.names[i]
             raise RuntimeError(f"{name} got a gradient twice in one backward pass: use AllReduce(overlap=False)")
         self._missing[number].remove(i)
-        whole = next((n for n, missing in enumerate(self._missing) if missing), len(self._missing))
+        whole = next((n for n, missing in enumerate(self._missing[:-1]) if missing), len(self._missing) - 1)
         if not self._missing[number]:
             self._parts.say(whole - 1)
 

@@ -81,7 +81,11 @@ class AllReduce(Strategy):
         return num_workers * self.accumulate
 
     def most_updates(self, num_batches: Sequence[int]) -> int:
-        return min(num_batches) // self.accumulate if self.engine == "ddp" else sum(num_batches)
+        if self.engine != "ddp":
+            return sum(num_batches)
+        if min(num_batches) < self.accumulate:
+            raise ValueError(f"num_batches={num_batches}: with accumulate={self.accumulate} no update is ever complete")
+        return min(num_batches) // self.accumulate
 
     def exchange(self, flat: Flat) -> Exchange:
         """How a rank's gradients become their sum."""
