@@ -95,7 +95,7 @@ def test_replay_of_a_real_run_ends_at_the_same_bits(two, strategy):
 
 @pytest.mark.parametrize("strategy", PLAIN + FAMILY, ids=repr)
 def test_replay_of_a_simulated_run_ends_at_the_same_bits(strategy):
-    cluster = dl.SimulatedCluster(5, seed=2, compute=dl.laws.Exponential(mean_s=0.1), apply_time=0.03)
+    cluster = dl.SimulatedCluster(6, seed=2, compute=dl.laws.Exponential(mean_s=0.1), apply_time=0.03)
     made = run(strategy, cluster)
     assert made.replay().params.equal(made.params)
 

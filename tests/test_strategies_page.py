@@ -31,7 +31,7 @@ def test_every_strategy_says_who_applies_what_is_dropped_and_what_a_death_does(k
 
 @pytest.mark.parametrize("strategy", [*PLAIN, *FAMILY], ids=repr)
 def test_who_applies_is_who_the_page_says(strategy):
-    made = dl.train(regression(), strategy, dl.SimulatedCluster(3, seed=1), num_updates=8, progress=False)
+    made = dl.train(regression(), strategy, dl.SimulatedCluster(4, seed=1), num_updates=8, progress=False)
     said = section(type(strategy).__name__).split("**Who applies**: ")[1]
     role = next((role for words, role in APPLIERS.items() if said.startswith(words)), "worker")
     assert role in {who.split()[0] for who in made.who_applied}
