@@ -149,6 +149,10 @@ class Task(Options):
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model factory must return an nn.Module, it returned {type(model).__name__}")
         params = [p for _, p in trainable(model)]
+        if {id(p) for p in params} & {id(p) for p in self.build().parameters()}:
+            raise ValueError(
+                "the model factory returned the same parameters twice: it must make them anew on every call"
+            )
         with forked():
             self._check_step(model)
         self._check_optimizer(params)

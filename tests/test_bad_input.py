@@ -41,6 +41,13 @@ def test_model_factory_that_returns_no_module_is_refused(made):
     refused(TypeError, told, task=regression(model=lambda: made))
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_model_factory_that_returns_the_same_parameters_again_is_refused(whole):
+    made = nn.Linear(5, 1).double()
+    told = "the model factory returned the same parameters twice: it must make them anew on every call"
+    refused(ValueError, told, task=regression(model=lambda: made if whole else nn.Sequential(made)))
+
+
 def test_module_in_place_of_its_factory_is_refused():
     told = r"every process builds its own: write model=lambda: Linear\(...\)"
     refused(TypeError, told, task=regression(model=nn.Linear(5, 1)))

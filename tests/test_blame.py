@@ -49,9 +49,10 @@ class Ranked(dl.AllReduce):
         return super().run(fabric, job)
 
 
-def test_straggler_in_a_real_backward_is_named(three):
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 64}, {"engine": "ddp"}], ids=str)
+def test_straggler_in_a_real_backward_is_named(three, options):
     task = regression(forward=lambda model, x: Late.apply(model(x)))
-    found = train(task, Ranked(), three, 5).blame()
+    found = train(task, Ranked(**options), three, 5).blame()
     assert (found.worker, found.times_last[1], found.updates) == (1, 5, 5)
     assert found.waited_s[1] > 0.5
 

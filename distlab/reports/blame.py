@@ -52,6 +52,10 @@ def arrivals(trace: Trace) -> np.ndarray:
     ends: dict[tuple[int, int], float] = {}
     for worker, step, end_s in rows[["worker", "step", "end_s"]].tolist():
         ends[worker, step] = max(end_s, ends.get((worker, step), end_s))
+    reduces = trace.select("reduce")[["worker", "step", "start_s"]].tolist()
+    for key, start_s in {(worker, step): start_s for worker, step, start_s in reduces}.items():  # the last of each
+        if key in ends:  # DDP waits for the others inside backward
+            ends[key] = min(ends[key], start_s)
     workers = sorted({worker for worker, _ in ends})
     applied = trace.select("apply")[["version", "worker", "step"]].tolist()
     steps: dict[int, dict[int, int]] = {}

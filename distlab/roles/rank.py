@@ -137,6 +137,9 @@ class TorchRank:
             warnings.simplefilter("ignore", FutureWarning)
             self._ddp = nn.parallel.DistributedDataParallel(whole, broadcast_buffers=False, bucket_cap_mb=cap)
         worker.outputs = self._outputs  # type: ignore[method-assign]
+        self._there_s = 0.0  # when the last of this rank's own gradients was there: the rest of backward is waiting
+        for parameter in worker.flat.parameters:
+            parameter.register_post_accumulate_grad_hook(self._has_gradient)
 
     def begin(self, *, contributes: int) -> None:
         """Let the coming backward pass sum; those before it only add up on this rank (`no_sync`)."""
@@ -144,11 +147,15 @@ class TorchRank:
 
     def mean(self, *, contributes: int) -> tuple[bool, bool]:
         """As `Rank.mean`; all contribute alike."""
-        self._last = False
+        worker, self._last = self.worker, False
         self.worker.flat.grads.div_(contributes)
         votes = self.worker.flat.tail[:1].fill_(float(self.worker.fabric.stopping))
         dist.all_reduce(votes)
+        worker.fabric.record("reduce", self._there_s, worker.fabric.now(), worker=worker.index, step=worker.step)
         return True, votes.item() > 0
+
+    def _has_gradient(self, _: Tensor) -> None:
+        self._there_s = self.worker.fabric.now()
 
     def _outputs(self, batch: Any) -> Any:
         if self._last:
