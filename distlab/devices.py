@@ -12,6 +12,7 @@ module were here. `InGraph(place=...)` keeps parameters on their device instead.
 
 import os
 import threading
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class Device:
         self._process = member.launch(serve, (theirs, seed), "device")
         theirs.close()
         self.pid, self._lock, self._asked = self._process.pid, threading.Lock(), 0
+        self.calls = count(1)  # of whatever is on it
 
     def __enter__(self) -> "Device":
         return self
@@ -51,6 +53,12 @@ class Device:
 
     def __repr__(self) -> str:
         return f"device (pid {self.pid})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Device":
+        return self  # a copy of a module on it is on it as well
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self!r} is a process, which cannot be saved: save the state_dict of what is on it")
 
     def close(self) -> None:
         """End the process. Modules on it cannot be called any more."""
@@ -125,7 +133,7 @@ class There(nn.Module):
 
     def __init__(self, device: Device, module: nn.Module) -> None:
         super().__init__()
-        self.module, self._device, self.calls = module, device, 0
+        self.module, self.device = module, device
         self.number = device.ask("hold", module)
         self.done: list[int] = []  # calls that backward will not come back to
 
@@ -140,10 +148,15 @@ class There(nn.Module):
         held = [p for p in self.module.parameters() if p.requires_grad]
         return Call.apply(self, torch.is_grad_enabled(), len(inputs), *inputs, *held)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> "There":
+        super()._apply(*args, **kwargs)
+        self.number = self.device.ask("hold", self.module)  # of another dtype now, perhaps
+        return self
+
     def ask(self, kind: Kind, *tensors: Tensor) -> Any:
         """Ask the device."""
         done, self.done = self.done, []
-        return self._device.ask("compute", self.number, kind, tensors, dict(self.module.named_buffers()), done)
+        return self.device.ask("compute", self.number, kind, tensors, dict(self.module.named_buffers()), done)
 
 
 class Ticket:
@@ -163,8 +176,7 @@ class Call(torch.autograd.Function):
     def forward(ctx: Any, there: There, remember: bool, num_inputs: int, *tensors: Tensor) -> Any:
         """Send parameters and inputs, and take outputs and buffers."""
         inputs, held = tensors[:num_inputs], tensors[num_inputs:]
-        there.calls += 1
-        ctx.ticket, ctx.layout = Ticket(there, there.calls), None
+        ctx.ticket, ctx.layout = Ticket(there, next(there.device.calls)), None
         ctx.needs = ctx.needs_input_grad[3 : 3 + num_inputs]
         values: list[Tensor] = []
         if held:
@@ -172,7 +184,7 @@ class Call(torch.autograd.Function):
             values = [ctx.layout.params]
             for view, parameter in zip(ctx.layout.views(values[0]), held, strict=True):
                 view.copy_(parameter)
-        plan = torch.tensor([there.number, there.calls, there.module.training, remember, *ctx.needs])
+        plan = torch.tensor([there.number, ctx.ticket.call, there.module.training, remember, *ctx.needs])
         outputs, count, buffers = there.ask(Kind.DATA if held else Kind.FORWARD, *values, *inputs, plan)
         for name, buffer in there.module.named_buffers():
             buffer.copy_(buffers[name])

@@ -1,5 +1,7 @@
 """AllReduce(engine="ddp"): torch's own DistributedDataParallel as the oracle, in the same frame."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 from test_ledger_and_replay import mixed
 from test_listeners import LOOPBACK, listeners
 from torch import nn
-from toys import DEADLINE_S, countdown, linear, moved, refused, regression, slope, train, until
+from toys import DEADLINE_S, countdown, failure, linear, moved, refused, regression, slope, train, until
 
 import distlab as dl
 
@@ -112,3 +114,12 @@ def test_nobody_warns(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=DEADLINE_S)
     assert done.stdout == "3\n3\n"
     assert done.stderr == ""
+
+
+def test_death_of_a_rank_is_named_although_ddp_names_a_port(two):
+    live = dl.start(regression(), dl.AllReduce(engine="ddp"), two, num_updates=10**7)
+    until(lambda: live.version >= 3)
+    os.kill(live.launched.pids["worker 1"], signal.SIGKILL)
+    error = failure(live)
+    assert isinstance(error, dl.ProcessLost)
+    assert str(error).startswith("worker 1 (pid ")

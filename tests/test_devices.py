@@ -1,6 +1,8 @@
 """`on`: a module in another process, under plain torch."""
 
+import copy
 import os
+import pickle
 import signal
 
 import pytest
@@ -67,7 +69,7 @@ def test_module_may_be_called_twice_in_a_step_and_without_a_backward(far):
     there = dl.on(far, layer)
     for _ in range(3):
         there(x)
-    assert there.done == [3]  # what nobody can go back to is told with the next call
+    assert len(there.done) == 1  # what nobody can go back to is told with the next call
     assert torch.equal(torch.autograd.grad(there(there(x)).sum(), layer.weight)[0], expected)
 
 
@@ -95,6 +97,29 @@ def test_exception_of_the_module_arrives_as_itself(far):
         dl.on(far, nn.Linear(3, 1))(torch.zeros(1, 5))
     assert caught.value.__notes__ == [f"raised on {far!r}"]
     assert dl.on(far, nn.Linear(5, 1))(torch.zeros(1, 5)).shape == (1, 1)
+
+
+def test_copy_of_a_module_on_a_device_is_on_it_as_well(far):
+    there = dl.on(far, nn.Linear(3, 1))
+    twin, x = copy.deepcopy(there), torch.ones(2, 3)
+    one, two = there(x).sum(), twin(x).pow(2).sum()
+    one.backward()
+    two.backward()
+    assert there.module.weight.grad.tolist() == [[2, 2, 2]]
+    torch.testing.assert_close(twin.module.weight.grad, 4 * twin(torch.ones(1, 3)).detach().expand(1, 3))
+
+
+def test_module_on_a_device_may_change_its_dtype(far):
+    there = dl.on(far, nn.Linear(3, 1)).double()
+    assert torch.equal(there(torch.ones(3).double()), there.module(torch.ones(3).double()))
+
+
+def test_module_on_a_device_is_saved_by_its_state(far):
+    there, here = dl.on(far, nn.Linear(3, 1)), nn.Linear(3, 1)
+    here.load_state_dict(there.module.state_dict())
+    assert torch.equal(there(torch.ones(3)), here(torch.ones(3)))
+    with pytest.raises(TypeError, match="is a process, which cannot be saved: save the state_dict"):
+        pickle.dumps(there)
 
 
 def test_second_backward_is_refused(far):

@@ -1,17 +1,21 @@
 """A worker as a rank: its gradient, summed with those of all others, and with it what they have to agree on."""
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.collectives import Ranks, broadcast
-from distlab.errors import BadMessage
+from distlab.errors import BadMessage, PeerLost
 from distlab.fabric import Parts
 from distlab.roles.exchange import Exchange
 from distlab.roles.worker import FORWARD, Worker
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Rank:
@@ -137,6 +141,7 @@ class TorchRank:
             warnings.simplefilter("ignore", FutureWarning)
             self._ddp = nn.parallel.DistributedDataParallel(whole, broadcast_buffers=False, bucket_cap_mb=cap)
         worker.outputs = self._outputs  # type: ignore[method-assign]
+        worker.backward = peers_lost(worker.backward)  # type: ignore[method-assign]
         self._there_s = 0.0  # when the last of this rank's own gradients was there: the rest of backward is waiting
         for parameter in worker.flat.parameters:
             parameter.register_post_accumulate_grad_hook(self._has_gradient)
@@ -150,7 +155,7 @@ class TorchRank:
         worker, self._last = self.worker, False
         self.worker.flat.grads.div_(contributes)
         votes = self.worker.flat.tail[:1].fill_(float(self.worker.fabric.stopping))
-        dist.all_reduce(votes)
+        peers_lost(dist.all_reduce)(votes)
         worker.fabric.record("reduce", self._there_s, worker.fabric.now(), worker=worker.index, step=worker.step)
         return True, votes.item() > 0
 
@@ -162,6 +167,20 @@ class TorchRank:
             return self._ddp(batch)
         with self._ddp.no_sync():
             return self._ddp(batch)
+
+
+def peers_lost(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, in which gloo's own error, which names a port, says what it is: PeerLost, a consequence."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if "gloo" in str(error):
+                raise PeerLost("another rank") from error
+            raise
+
+    return call
 
 
 class Whole(nn.Module):
