@@ -33,9 +33,8 @@ def test_replay_of_ddp_ends_close_by(three):
 
 
 def test_torch_sums_and_distlab_does_not(two):
-    run = train(regression(), ENGINE, two, 3)
-    assert len(run.trace.select("reduce")) == 0
-    assert len(train(regression(), dl.AllReduce(), two, 3).trace.select("reduce")) > 0
+    torchs, ours = (train(regression(), s, two, 3).trace.select("reduce")["bytes"] for s in (ENGINE, dl.AllReduce()))
+    assert (torchs.tolist(), ours.min() > 0) == ([0] * 6, True)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
