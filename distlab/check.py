@@ -235,9 +235,8 @@ def smaller(case: Case) -> Iterator[Case]:
     if case.num_updates > 1:
         yield replace(case, num_updates=case.num_updates // 2)
         yield replace(case, num_updates=case.num_updates - 1)
-    fewer = tuple(c for c in case.changes if c.worker < case.num_workers - 1)
-    if case.num_workers > 1:
-        yield replace(case, num_workers=case.num_workers - 1, changes=fewer)
+    for count in sizes(case.strategy, range(case.num_workers - 1, 0, -1))[:1]:
+        yield replace(case, num_workers=count, changes=tuple(c for c in case.changes if c.worker < count))
     plain = (replace(case, compute=Constant(0.1)), replace(case, network=IDEAL), replace(case, optimizer="sgd"))
     yield from (simpler for simpler in (*plain, replace(case, apply_time=None)) if simpler != case)
 

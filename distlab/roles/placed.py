@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from distlab.fabric import Kind, Message
 from distlab.flat import Flat
@@ -112,23 +113,26 @@ class Placed(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.piece, self.number, self.values, self.grads = piece, number, values, grads
-        self._ask, self._cross, self._calls = ask, cross, 0
+        self._ask, self._cross, self._calls, self._inside = ask, cross, 0, 0
 
     def forward(self, *inputs: Any, **others: Any) -> Any:
         """What the device says to `inputs`."""
         if others or not all(isinstance(value, Tensor) for value in inputs):
             got = [type(value).__name__ for value in inputs] + [f"{name}=" for name in others]
             raise TypeError(f"{self.said} was called with {', '.join(got)}: a placed module takes tensors, by position")
+        self.check_inside()
         self._calls, remember = self._calls + 1, torch.is_grad_enabled()
         call, needs = self._calls, [remember and value.requires_grad for value in inputs]
         plan = torch.tensor([self.number, call, self.training, remember, *needs])
         with torch.no_grad():
             answer = self._send(Kind.FORWARD if self.values is None else Kind.DATA, self.values, *inputs, plan)
-        outputs = tuple(tensor.clone() for tensor in answer.tensors)
+        ends = [
+            t.detach().requires_grad_(remember and (t.is_floating_point() or t.is_complex())) for t in answer.tensors
+        ]
         if remember:
-            for out in outputs:
-                out.requires_grad_(out.is_floating_point())
-            self._cross(Crossing(self, call, [value for value in inputs if value.requires_grad], outputs))
+            edges = [get_gradient_edge(value) for value, need in zip(inputs, needs, strict=True) if need]
+            self._cross(Crossing(self, call, edges, ends))
+        outputs = tuple(end.clone() for end in ends)  # which the client may change in place
         return outputs[0] if answer.samples == BARE else outputs
 
     def backward(self, call: int, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -148,10 +152,41 @@ class Placed(nn.Module):
         return " + ".join(self.piece.names) or "the model"
 
     def install(self, model: nn.Module) -> None:
-        """Stand where the modules were."""
+        """Stand where the modules were. Whoever holds one of them in another way, in a list say, finds this too."""
+        self.training = self.piece.module(model).training
         for i, name in enumerate(self.piece.names):
             parent, _, child = name.rpartition(".")
-            model.get_submodule(parent)._modules[child] = nn.Identity() if i else self
+            within, module = model.get_submodule(parent), model.get_submodule(name)
+            within._modules[child] = stand_in = Rest(self.check_inside) if i else self
+            if next(module.parameters(), None) is not None:  # one without may be used elsewhere as well
+                module.forward = stand_in.forward
+        if len(self.piece.names) > 1:
+            within.register_forward_pre_hook(lambda *_: self._step_in(1))
+            within.register_forward_hook(lambda *_: self._step_in(-1))
+
+    def check_inside(self) -> None:
+        """Raise TypeError if one of several modules is called, but not by the Sequential that they are in."""
+        if len(self.piece.names) > 1 and not self._inside:
+            raise TypeError(
+                f"{self.said} run as one, as neighbours in a Sequential on one device, but one of them was called by "
+                f"itself: hold them in a ModuleList"
+            )
+
+    def _step_in(self, change: int) -> None:
+        self._inside += change
+
+
+class Rest(nn.Module):
+    """Stands for the further modules of a piece: what comes by has been through them."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._check = check
+
+    def forward(self, value: Any) -> Any:
+        """The value itself."""
+        self._check()
+        return value
 
 
 class Crossing(NamedTuple):
@@ -159,7 +194,7 @@ class Crossing(NamedTuple):
 
     placed: Placed
     call: int
-    inputs: Sequence[Tensor]
+    inputs: Sequence[GradientEdge]  # the client may since have changed the tensors themselves
     outputs: Sequence[Tensor]
 
 
@@ -201,10 +236,11 @@ class Served:
         _, call, training, remember, *needs = plan.tolist()
         if message.kind is Kind.DATA and self.flat is not None:
             self.flat.params.copy_(tensors.pop(0))
-        inputs = [t.clone().requires_grad_(bool(n)) for t, n in zip(tensors, needs, strict=True)]
-        self.module.train(bool(training))
+        inputs = [t.detach().requires_grad_(bool(n)) for t, n in zip(tensors, needs, strict=True)]
+        if self.module.training != bool(training):  # or a model that keeps a part of itself in eval mode could not
+            self.module.train(bool(training))
         with torch.set_grad_enabled(bool(remember)):
-            outputs = self.compute(*inputs)
+            outputs = self.compute(*[t.clone() for t in inputs])  # the message's memory is used again
         several = [outputs] if isinstance(outputs, Tensor) else outputs
         if not isinstance(several, (tuple, list)) or not all(isinstance(t, Tensor) for t in several):
             kind = type(outputs).__name__

@@ -8,7 +8,7 @@ each as far as it comes without an answer.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ class InGraph(Strategy):
             compute time is that of its own modules. None: the whole model on every device.
     """
 
-    place: Mapping[str, int] | None = None
+    place: Mapping[str, int] | None = field(default=None, hash=False)
 
     promises = ("fresh", "enough", "distinct")
 
@@ -58,7 +58,7 @@ class InGraph(Strategy):
     def __post_init__(self) -> None:
         if self.place is None:
             return
-        if not isinstance(self.place, Mapping) or not self.place:
+        if not isinstance(self.place, Mapping) or not self.place or not all(isinstance(n, str) for n in self.place):
             raise TypeError(f"place must say which module is on which device, such as {{'0': 0}}, got {self.place!r}")
         used = {check_count(f"place[{name!r}]", device, least=0) for name, device in self.place.items()}
         if unused := set(range(max(used))) - used:
@@ -95,8 +95,7 @@ class InGraph(Strategy):
             ways = zip(outputs, grads, client.crossings, strict=True)
             client.together([partial(go_back, *way) for way in ways])
             client.apply(loss)
-        client.fetch()
-        client.send_all(Kind.STOP)
+        client.fetch(Kind.STOP)
         return Outcome(client.flat.params, client.version, client.local)
 
     def serve(self, fabric: Fabric, job: Job) -> Outcome:
@@ -104,6 +103,8 @@ class InGraph(Strategy):
         device = Device(fabric, job, self)
         while (message := device.link.recv()).kind is not Kind.STOP:
             device.obey(message)
+        if device.stays:
+            device.hand_over(message)
         return Outcome(None, 0, device.local, device.worker.step)
 
 
@@ -125,6 +126,7 @@ class Client:
         self.pieces = pieces_of(self.model, strategy.place)
         self.stays = strategy.place is not None and len(self.replicas) == 1
         self.sizes: list[int] = []  # of the parts of this step's batch
+        self.asked: list[set[int]] = []  # which devices of each replica have been asked something in this step
         self.crossings: list[list[Crossing]] = []  # of each replica's program in this step
         self._at = 0  # which replica's program is running
         self._place(strategy.place is None)
@@ -142,7 +144,11 @@ class Client:
         self._all = placed if whole else None
         self.own = among_all(self.flat, self.model, self.pieces) if self.stays else self.flat
         self.updater = None if self.own is None else Updater(self.fabric, self.task, self.own)
-        self.local = {} if whole else local_state(self.model)
+
+    @property
+    def local(self) -> dict[str, Tensor]:
+        """The buffers of what is placed nowhere."""
+        return {} if self._all is not None else local_state(self.model)
 
     def outputs(self, part: Any) -> Any:
         """What the model says to a part of a batch."""
@@ -177,6 +183,7 @@ class Client:
         if self.own is not None:
             self.own.grads.zero_()
         self.sizes, self.crossings = [size_of(part) for part in parts], [[] for _ in parts]
+        self.asked = [set() for _ in parts]
         return parts
 
     def together(self, programs: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -193,6 +200,7 @@ class Client:
             else:
                 self._post(self.replicas[number][said.device], said.kind, said.tensors)
                 asked.append((number, said.device))
+                self.asked[number].add(said.device)
 
         for number in range(len(tasks)):
             go_on(number)
@@ -210,7 +218,8 @@ class Client:
     def _post(self, link: Link, kind: Kind, tensors: Sequence[Tensor] = ()) -> None:
         start, step = self.fabric.now(), self.worker.step
         sent = link.post(kind, tensors, version=self.version, step=step)
-        self.fabric.record("send", start, self.fabric.now(), peer=link.peer, step=step, num_bytes=sent)
+        if kind is not Kind.STOP:
+            self.fabric.record("send", start, self.fabric.now(), peer=link.peer, step=step, num_bytes=sent)
 
     def _recv(self, link: Link) -> Message:
         start = self.fabric.now()
@@ -246,8 +255,16 @@ class Client:
     def apply(self, loss: float) -> None:
         """Make an update of the replicas' gradients. The loss is a mean over the whole batch, so they add up."""
         width, now = len(self.replicas[0]), self.fabric.now()
-        shares = [n // width + (i < n % width) for n in self.sizes for i in range(width)]
-        whose = [Gradient(self.flat.grads, self.version, i, self.worker.step, n, loss) for i, n in enumerate(shares)]
+        whose = []
+        for number, (size, asked) in enumerate(zip(self.sizes, self.asked, strict=True)):
+            devices = sorted(asked) or [0]  # a module may not be called in every step
+            if not asked:
+                facts: dict[str, Any] = {"worker": number * width, "step": self.worker.step, "batch": self.worker.step}
+                self.fabric.record("compute", now, now, read=self.version, version=self.version, **facts)
+            for i, device in enumerate(devices):
+                samples = size // len(devices) + (i < size % len(devices))
+                who = number * width + device
+                whose.append(Gradient(self.flat.grads, self.version, who, self.worker.step, samples, loss))
         done = Timed(None, now, now)
         if self.updater is not None and self.own is not None:
             done = self.updater.step(*whose, mean=self.own.grads)
@@ -259,11 +276,12 @@ class Client:
             self.fabric.record("apply", done.start_s, done.end_s, version=self.version, **gradient.facts)
         self.worker.step += 1
 
-    def fetch(self) -> None:
-        """Bring what stays elsewhere into `flat`."""
+    def fetch(self, kind: Kind = Kind.PULL) -> None:
+        """Bring what stays elsewhere into `flat`; with STOP, for the last time."""
+        if self.stays or kind is Kind.STOP:
+            self.send_all(kind)
         if not self.stays:
             return
-        self.send_all(Kind.PULL)
         for device, link in enumerate(self.replicas[0]):
             answer = iter(self._recv(link).tensors)
             for mine in (indices(self.flat, piece) for piece in self.pieces if piece.device == device):
@@ -284,9 +302,16 @@ class Device:
         pieces = pieces_of(model, strategy.place)
         mine = {i: piece for i, piece in enumerate(pieces) if piece.device == fabric.me.index % width}
         self.stays = strategy.place is not None and job.num_workers == width
-        self.local = {n: t for n, t in local_state(model).items() if any(p.holds(n) for p in mine.values())}
+        self.pieces = mine
         self.served = {number: self._serve(job.task, piece) for number, piece in mine.items()}
         self.updaters = [self._updater(job.task, pieces[i], served) for i, served in self.served.items()]
+        fabric.flat = next((served.flat for served in self.served.values() if served.flat is not None), None)
+
+    @property
+    def local(self) -> dict[str, Tensor]:
+        """The buffers and frozen parameters of its pieces."""
+        state = local_state(self.worker.model)
+        return {name: t for name, t in state.items() if any(piece.holds(name) for piece in self.pieces.values())}
 
     def _serve(self, task: Task, piece: Piece) -> Served:
         if self.place is not None:
@@ -306,10 +331,14 @@ class Device:
         if message.kind is Kind.APPLY:
             self.apply()
         elif message.kind is Kind.PULL:
-            held = [served.flat.params for served in self.served.values() if served.flat is not None]
-            self.send(Kind.PARAMS, held, message)
+            self.hand_over(message)
         else:
             self.compute(message)
+
+    def hand_over(self, message: Message) -> None:
+        """Answer with the parameters that are here."""
+        held = [served.flat.params for served in self.served.values() if served.flat is not None]
+        self.send(Kind.PARAMS, held, message)
 
     def compute(self, message: Message) -> None:
         """Forward or backward through the piece that the message names."""
@@ -322,7 +351,7 @@ class Device:
             self.send(Kind.GRADIENT, [*grads, *held], message)
             self.worker.step = message.step + 1
         else:
-            idle = [torch.zeros(len(message.tensors[-2]), 1)]
+            idle = [] if self.place is not None else [torch.zeros(len(message.tensors[-2]), 1)]
             outputs = self._timed(message, partial(served.forward, message), FORWARD, idle)
             self.send(Kind.OUTPUTS, outputs, message, samples=served.num_outputs)
 
@@ -338,7 +367,8 @@ class Device:
         """Answer the client."""
         start = self.fabric.now()
         sent = self.link.send(kind, tensors, version=asked.version, step=asked.step, **header)
-        self.fabric.record("send", start, self.fabric.now(), peer=self.link.peer, step=asked.step, num_bytes=sent)
+        if asked.kind is not Kind.STOP:
+            self.fabric.record("send", start, self.fabric.now(), peer=self.link.peer, step=asked.step, num_bytes=sent)
 
     def _timed(self, message: Message, function: Any, share: float, idle: Any) -> Any:
         idle = idle if self.place is None else ALWAYS  # what comes out of a piece goes into the next
