@@ -57,7 +57,7 @@ def pieces_of(model: nn.Module, place: Mapping[str, int] | None) -> list[Piece]:
     made: list[Piece] = []
     for name in (n for n in names if n in place):
         if outer := next((other for other in place if name.startswith(f"{other}.")), None):
-            raise ValueError(f"place has {name!r} and {outer!r}, which is inside: place one of them")
+            raise ValueError(f"place has {name!r}, which is inside {outer!r}: place one of them")
         if made and made[-1].device == place[name] and follows(model, made[-1].names[-1], name):
             made[-1] = Piece((*made[-1].names, name), place[name])
         else:
