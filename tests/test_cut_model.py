@@ -14,6 +14,7 @@ from toys import OPTIMIZERS, failure, refused, regression, train, until
 import distlab as dl
 from distlab.fabric import wire
 from distlab.fabric.network import IDEAL
+from distlab.roles import client
 
 LONG = 10_000_000
 CUT = dl.InGraph(place={"0": 0, "2": 1})  # of the regression's 5-4-1 network
@@ -297,7 +298,7 @@ def test_inputs_may_be_a_dict():
 
 
 def test_uneven_parts_weigh_what_they_hold(monkeypatch):
-    monkeypatch.setattr(dl.strategies.in_graph, "pieces", lambda batch, parts: list(batch.split([11, 5])))
+    monkeypatch.setattr(client, "pieces", lambda batch, parts: list(batch.split([11, 5])))
     run = assert_equals_uncut(regression("adam"), CUT, dl.SimulatedCluster(4))
     assert run.applies["samples"][:4].tolist() == [6, 5, 3, 2]
 

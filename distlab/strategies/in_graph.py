@@ -6,26 +6,18 @@ the gather, so that equal replicas compute at the same time. So the client runs 
 each as far as it comes without an answer.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-import torch
-from greenlet import getcurrent, greenlet
-from torch import Tensor
-
-from distlab.data import Stream, pieces, size_of
-from distlab.fabric import Fabric, Kind, Link, Message
-from distlab.fabric.base import ALWAYS, Timed
-from distlab.flat import Flat, local_state, padded
+from distlab.fabric import Fabric, Kind
 from distlab.options import check_count
-from distlab.roles.placed import Ask, Crossing, Piece, Placed, Served, go_back, pieces_of
-from distlab.roles.updater import Gradient, Params, Updater
-from distlab.roles.worker import FORWARD
+from distlab.roles.client import Client
+from distlab.roles.device import Device
+from distlab.roles.placed import go_back, pieces_of
+from distlab.roles.worker import Worker
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
-from distlab.task import Task, pair
+from distlab.task import Task
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -85,9 +77,13 @@ class InGraph(Strategy):
     def run(self, fabric: Fabric, job: Job) -> Outcome:
         return self.drive(fabric, job) if fabric.me.role == "client" else self.serve(fabric, job)
 
+    def worker(self, fabric: Fabric, job: Job) -> Worker:
+        """The client's: it has the whole batch."""
+        return worker_of(fabric, job, index=0, num_workers=1, batch_size=job.task.batch_size * job.num_workers)
+
     def drive(self, fabric: Fabric, job: Job) -> Outcome:
         """The client's program."""
-        client = Client(fabric, job, self)
+        client = Client(self.worker(fabric, job), self.place, self.num_devices)
         while client.version < job.num_updates and not fabric.stopping:
             batch = client.next_batch()
             outputs = client.together([partial(client.outputs, part) for part in client.cut(batch)])
@@ -100,325 +96,9 @@ class InGraph(Strategy):
 
     def serve(self, fabric: Fabric, job: Job) -> Outcome:
         """A device's program: it does what it is asked."""
-        device = Device(fabric, job, self)
+        device = Device(worker_of(fabric, job), self.place, self.num_devices)
         while (message := device.link.recv()).kind is not Kind.STOP:
             device.obey(message)
         if device.stays:
             device.hand_over(message)
         return Outcome(None, 0, device.local, device.worker.step)
-
-
-class Client:
-    """The one program: its data, its parameters, its links to the devices.
-
-    Attributes:
-        flat: all parameters; those that stay with their devices are here as last fetched.
-        stays: do parameters stay where they are placed?
-    """
-
-    def __init__(self, fabric: Fabric, job: Job, strategy: InGraph) -> None:
-        self.fabric, self.task, self.version = fabric, job.task, 0
-        batch_size = job.task.batch_size * job.num_workers
-        self.worker = worker_of(fabric, job, index=0, num_workers=1, batch_size=batch_size)
-        self.flat, self.model = self.worker.flat, self.worker.model
-        links, width = fabric.links("replica"), strategy.num_devices
-        self.replicas = [links[i : i + width] for i in range(0, len(links), width)]
-        self.pieces = pieces_of(self.model, strategy.place)
-        self.stays = strategy.place is not None and len(self.replicas) == 1
-        self.sizes: list[int] = []  # of the parts of this step's batch
-        self.asked: list[set[int]] = []  # which devices of each replica have been asked something in this step
-        self.crossings: list[list[Crossing]] = []  # of each replica's program in this step
-        self._at = 0  # which replica's program is running
-        self._place(strategy.place is None)
-
-    def _place(self, whole: bool) -> None:
-        """Put stand-ins where the placed modules were, and an optimizer over what the client holds."""
-        for number, piece in enumerate(self.pieces):
-            mine, held = indices(self.flat, piece), ()  # type: list[int], tuple[Tensor, ...]
-            if mine and not self.stays:
-                where = extent(self.flat, mine)
-                held = self.flat.params[where], self.flat.grads[where]
-            placed = Placed(piece, number, self.ask, lambda crossing: self.crossings[self._at].append(crossing), *held)
-            if not whole:
-                placed.install(self.model)
-        self._all = placed if whole else None
-        self.own = among_all(self.flat, self.model, self.pieces) if self.stays else self.flat
-        self.updater = None if self.own is None else Updater(self.fabric, self.task, self.own)
-
-    @property
-    def local(self) -> dict[str, Tensor]:
-        """The buffers of what is placed nowhere."""
-        return {} if self._all is not None else local_state(self.model)
-
-    def outputs(self, part: Any) -> Any:
-        """What the model says to a part of a batch."""
-        return self.task.outputs(self.model, (part, None)) if self._all is None else self._all(*flatten(part))
-
-    def ask(self, question: Ask) -> Message:
-        """Let the other programs go on until there is an answer. Gradient mode is the thread's: bring it back."""
-        grad_mode = torch.is_grad_enabled()
-        answer = getcurrent().parent.switch(question)
-        torch.set_grad_enabled(grad_mode)
-        return answer
-
-    def next_batch(self) -> Any:
-        """The whole batch of this step; the client's parameters are looked at, if it is time to."""
-        self.look()
-        return self.fabric.timed("load", lambda: self.worker.stream.batch(self.worker.step), idle=ALWAYS).value
-
-    def look(self) -> None:
-        """Let the chief evaluate."""
-        chief = self.worker.chief
-        if chief is not None and chief.is_due(self.version):
-            self.fetch()
-            chief.look(Params(self.flat.params, self.version))
-
-    def cut(self, batch: Any) -> list[Any]:
-        """The replicas' parts of the batch's inputs."""
-        done = self.fabric.timed("dispatch", lambda: pieces(pair(batch)[0], len(self.replicas)), idle=ALWAYS)
-        parts, start = done.value, done.start_s
-        for _ in parts[1:]:  # each replica's part takes its time
-            done = self.fabric.timed("dispatch", lambda: None)
-        self.fabric.record("dispatch", start, done.end_s, step=self.worker.step, samples=size_of(batch))
-        if self.own is not None:
-            self.own.grads.zero_()
-        self.sizes, self.crossings = [size_of(part) for part in parts], [[] for _ in parts]
-        self.asked = [set() for _ in parts]
-        return parts
-
-    def together(self, programs: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run one program for each replica side by side, each as far as it can without an answer; their results."""
-        tasks, results = [greenlet(program) for program in programs], [None] * len(programs)
-        asked: deque[tuple[int, int]] = deque()
-
-        def go_on(number: int, *answer: Message) -> None:
-            self._at = number
-            with torch.enable_grad():  # which the program before may have left switched off
-                said = self._own_work(partial(tasks[number].switch, *answer))
-            if tasks[number].dead:
-                results[number] = said
-            else:
-                self._post(self.replicas[number][said.device], said.kind, said.tensors)
-                asked.append((number, said.device))
-                self.asked[number].add(said.device)
-
-        for number in range(len(tasks)):
-            go_on(number)
-        while asked:
-            number, device = asked.popleft()
-            go_on(number, self._recv(self.replicas[number][device]))
-        return results
-
-    def _own_work(self, function: Callable[[], Any]) -> Any:
-        done = self.fabric.timed("unplaced", function, idle=ALWAYS)
-        if self.pieces[0].names != ("",):
-            self.fabric.record("unplaced", done.start_s, done.end_s, step=self.worker.step)
-        return done.value
-
-    def _post(self, link: Link, kind: Kind, tensors: Sequence[Tensor] = ()) -> None:
-        start, step = self.fabric.now(), self.worker.step
-        sent = link.post(kind, tensors, version=self.version, step=step)
-        if kind is not Kind.STOP:
-            self.fabric.record("send", start, self.fabric.now(), peer=link.peer, step=step, num_bytes=sent)
-
-    def _recv(self, link: Link) -> Message:
-        start = self.fabric.now()
-        message = link.recv()
-        self.fabric.record("wait", start, self.fabric.now(), peer=link.peer, step=self.worker.step)
-        return message
-
-    def send_all(self, kind: Kind) -> None:
-        """Send every device a word."""
-        links = [link for replica in self.replicas for link in replica]
-        for link in links:
-            self._post(link, kind)
-        for link in links:
-            link.flush()
-
-    def loss(self, outputs: list[Tensor], batch: Any) -> tuple[float, list[Tensor]]:
-        """The loss of the gathered outputs, and its gradient by each replica's."""
-        if odd := [type(output).__name__ for output in outputs if not isinstance(output, Tensor)]:
-            raise TypeError(f"InGraph gathers outputs along dim 0: they must be one tensor, got {odd[0]}")
-        gathered = torch.cat([output.detach() for output in outputs]).requires_grad_()
-
-        def loss_and_gradient() -> tuple[float, Tensor]:
-            loss = self.task.loss_of(gathered, batch)
-            return loss.item(), torch.autograd.grad(loss, gathered)[0]
-
-        done = self.fabric.timed("loss", loss_and_gradient, idle=(None, torch.zeros_like(gathered)))
-        value, gradient = done.value
-        value = self.worker.checked(value)
-        self.fabric.record("loss", done.start_s, done.end_s, step=self.worker.step, loss=value)
-        self.worker.log(self.version, value)
-        return value, list(gradient.split([len(part) for part in outputs]))
-
-    def apply(self, loss: float) -> None:
-        """Make an update of the replicas' gradients. The loss is a mean over the whole batch, so they add up."""
-        width, now = len(self.replicas[0]), self.fabric.now()
-        whose = []
-        for number, (size, asked) in enumerate(zip(self.sizes, self.asked, strict=True)):
-            devices = sorted(asked) or [0]  # a module may not be called in every step
-            if not asked:
-                facts: dict[str, Any] = {"worker": number * width, "step": self.worker.step, "batch": self.worker.step}
-                self.fabric.record("compute", now, now, read=self.version, version=self.version, **facts)
-            for i, device in enumerate(devices):
-                samples = size // len(devices) + (i < size % len(devices))
-                who = number * width + device
-                whose.append(Gradient(self.flat.grads, self.version, who, self.worker.step, samples, loss))
-        done = Timed(None, now, now)
-        if self.updater is not None and self.own is not None:
-            done = self.updater.step(*whose, mean=self.own.grads)
-            self.updater.version += 1
-        if self.stays:
-            self.send_all(Kind.APPLY)
-        self.version += 1
-        for gradient in whose:
-            self.fabric.record("apply", done.start_s, done.end_s, version=self.version, **gradient.facts)
-        self.worker.step += 1
-
-    def fetch(self, kind: Kind = Kind.PULL) -> None:
-        """Bring what stays elsewhere into `flat`; with STOP, for the last time."""
-        if self.stays or kind is Kind.STOP:
-            self.send_all(kind)
-        if not self.stays:
-            return
-        for device, link in enumerate(self.replicas[0]):
-            answer = iter(self._recv(link).tensors)
-            for mine in (indices(self.flat, piece) for piece in self.pieces if piece.device == device):
-                if mine:
-                    self.flat.params[extent(self.flat, mine)] = next(answer)
-        if self.own is not None:
-            for i, values in zip(own_indices(self.flat, self.pieces), self.own.parameters, strict=True):
-                self.flat.views(self.flat.params)[i].copy_(values.data)
-
-
-class Device:
-    """What a client places modules on: it computes, and knows neither data nor loss."""
-
-    def __init__(self, fabric: Fabric, job: Job, strategy: InGraph) -> None:
-        self.fabric, self.link, self.place = fabric, fabric.link("client", 0), strategy.place
-        self.worker = worker_of(fabric, job)
-        model, width = self.worker.model, strategy.num_devices
-        pieces = pieces_of(model, strategy.place)
-        mine = {i: piece for i, piece in enumerate(pieces) if piece.device == fabric.me.index % width}
-        self.stays = strategy.place is not None and job.num_workers == width
-        self.pieces = mine
-        self.served = {number: self._serve(job.task, piece) for number, piece in mine.items()}
-        self.updaters = [self._updater(job.task, pieces[i], served) for i, served in self.served.items()]
-        fabric.flat = next((served.flat for served in self.served.values() if served.flat is not None), None)
-
-    @property
-    def local(self) -> dict[str, Tensor]:
-        """The buffers and frozen parameters of its pieces."""
-        state = local_state(self.worker.model)
-        return {name: t for name, t in state.items() if any(piece.holds(name) for piece in self.pieces.values())}
-
-    def _serve(self, task: Task, piece: Piece) -> Served:
-        if self.place is not None:
-            return Served(piece.module(self.worker.model), " + ".join(piece.names))
-        like = pair(Stream(task.train, batch_size=1, seed=task.seed).batch(0))[0]
-        whole = lambda *inputs: self.worker.outputs((unflatten(like, inputs), None))  # noqa: E731
-        return Served(self.worker.model, "the model", whole)
-
-    def _updater(self, task: Task, piece: Piece, served: Served) -> Updater | None:
-        if not self.stays or served.flat is None:
-            return None
-        served.flat.among = self.worker.flat.shapes, indices(self.worker.flat, piece)
-        return Updater(self.fabric, task, served.flat)
-
-    def obey(self, message: Message) -> None:
-        """Do what the client asks, and answer."""
-        if message.kind is Kind.APPLY:
-            self.apply()
-        elif message.kind is Kind.PULL:
-            self.hand_over(message)
-        else:
-            self.compute(message)
-
-    def hand_over(self, message: Message) -> None:
-        """Answer with the parameters that are here."""
-        held = [served.flat.params for served in self.served.values() if served.flat is not None]
-        self.send(Kind.PARAMS, held, message)
-
-    def compute(self, message: Message) -> None:
-        """Forward or backward through the piece that the message names."""
-        served = self.served[int(message.tensors[-1][0])]
-        if message.kind is Kind.BACKWARD:
-            if not self.stays and served.flat is not None:
-                served.flat.grads.zero_()
-            grads = self._timed(message, partial(served.backward, message), 1 - FORWARD, [])
-            held = [] if self.stays or served.flat is None else [served.flat.grads]
-            self.send(Kind.GRADIENT, [*grads, *held], message)
-            self.worker.step = message.step + 1
-        else:
-            idle = [] if self.place is not None else [torch.zeros(len(message.tensors[-2]), 1)]
-            outputs = self._timed(message, partial(served.forward, message), FORWARD, idle)
-            self.send(Kind.OUTPUTS, outputs, message, samples=served.num_outputs)
-
-    def apply(self) -> None:
-        """Make an update of what this device holds."""
-        for served, updater in zip(self.served.values(), self.updaters, strict=True):
-            if updater is not None and served.flat is not None:
-                updater.step(mean=served.flat.grads)
-                updater.version += 1
-                served.flat.grads.zero_()
-
-    def send(self, kind: Kind, tensors: Sequence[Tensor], asked: Message, **header: Any) -> None:
-        """Answer the client."""
-        start = self.fabric.now()
-        sent = self.link.send(kind, tensors, version=asked.version, step=asked.step, **header)
-        if asked.kind is not Kind.STOP:
-            self.fabric.record("send", start, self.fabric.now(), peer=self.link.peer, step=asked.step, num_bytes=sent)
-
-    def _timed(self, message: Message, function: Any, share: float, idle: Any) -> Any:
-        idle = idle if self.place is None else ALWAYS  # what comes out of a piece goes into the next
-        done = self.fabric.timed("compute", function, share / len(self.served), idle)
-        whose: dict[str, Any] = {
-            "worker": self.worker.index,
-            "step": message.step,
-            "read": message.version,
-            "batch": message.step,
-        }
-        self.fabric.record("compute", done.start_s, done.end_s, version=message.version, **whose)
-        return done.value
-
-
-def indices(flat: Flat, piece: Piece) -> list[int]:
-    """Which of the model's trainable tensors are in a piece."""
-    return [i for i, name in enumerate(flat.names) if piece.holds(name)]
-
-
-def own_indices(flat: Flat, pieces: Sequence[Piece]) -> list[int]:
-    """Which are in none."""
-    return [i for i, name in enumerate(flat.names) if not any(piece.holds(name) for piece in pieces)]
-
-
-def extent(flat: Flat, mine: Sequence[int]) -> slice:
-    """Where tensors that follow each other lie in the flat vector."""
-    assert list(mine) == list(range(mine[0], mine[-1] + 1)), "a module's parameters lie together"
-    sizes = [padded(shape.numel()) for shape in flat.shapes]
-    return slice(sum(sizes[: mine[0]]), sum(sizes[: mine[-1] + 1]))
-
-
-def among_all(flat: Flat, model: Any, pieces: Sequence[Piece]) -> Flat | None:
-    """What `model` holds itself, once all pieces are taken out of it; None if that is nothing to train."""
-    mine = own_indices(flat, pieces)
-    if not mine:
-        return None
-    own = Flat(model)
-    own.among = flat.shapes, mine
-    return own
-
-
-def flatten(inputs: Any) -> list[Tensor]:
-    """The tensors of a piece of inputs, in a fixed order."""
-    if isinstance(inputs, Tensor):
-        return [inputs]
-    return [inputs[name] for name in sorted(inputs)] if isinstance(inputs, Mapping) else list(inputs)
-
-
-def unflatten(like: Any, tensors: Sequence[Tensor]) -> Any:
-    """`flatten` undone: inputs built as `like` is."""
-    if isinstance(like, Tensor):
-        return tensors[0]
-    return dict(zip(sorted(like), tensors, strict=True)) if isinstance(like, Mapping) else type(like)(tensors)
