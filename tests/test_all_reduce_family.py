@@ -289,6 +289,39 @@ def test_stop_ends_a_run_of_any_kind_with_equal_replicas(two, strategy):
     assert run.steps == dict.fromkeys(["worker 0", "worker 1"], run.version * strategy.accumulate)
 
 
+class Leaving(dl.AllReduce):
+    """Worker 1 is told to stop before it has begun, worker 0 never."""
+
+    def run(self, fabric, job):
+        fabric.stopping = fabric.me.index == 1
+        return super().run(fabric, job)
+
+
+@pytest.mark.parametrize("options", [{"bucket_bytes": 1}, {"accumulate": 2}, {"engine": "ddp"}], ids=str)
+def test_all_stop_at_the_same_update_though_one_alone_was_told(two, options):
+    run = train(regression(), Leaving(**options), two, 10**9)
+    assert run.version == 1
+    assert all(params.equal(run.params) for params in run.replicas.values())
+
+
+@pytest.mark.parametrize("options", [{"bucket_bytes": 1}, {"overlap": False}, {"engine": "ddp"}], ids=str)
+def test_workers_do_not_wait_for_each_other_before_all_gradients_of_an_update_are_added_up(two, options, tmp_path):
+    """Worker 1 begins its first one only when worker 0 is at its second."""
+    caller, calls = os.getpid(), []
+
+    def forward(model, x):
+        if os.getpid() != caller:  # checking a task computes too
+            calls.append(1)
+            if (torch.initial_seed(), len(calls)) == (0, 2):
+                (tmp_path / "second").touch()
+            elif (torch.initial_seed(), len(calls)) == (1, 1):
+                until((tmp_path / "second").exists)
+        return model(x)
+
+    task = regression(forward=forward, seed=0)
+    assert train(task, dl.AllReduce(accumulate=2, **options), two, 2).version == 2
+
+
 class Late(torch.autograd.Function):
     """Backward has all gradients, and goes on for a while, where the loss is not finite."""
 

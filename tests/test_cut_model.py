@@ -176,6 +176,7 @@ MODELS = {
     "two of one tensor": net("abcz", {"b": 0, "c": 1}, lambda n, x: (h := n.a(x).tanh(), n.z(n.b(h) * n.c(h)))[1]),
     "an unused output": net("abz", {"b": 0}, lambda n, x: (n.b(n.a(x)), n.z(n.a(x)))[1]),
     "not in every step": net("abz", {"b": 0}, sometimes),
+    "a device not in every step": net("abz", {"a": 0, "b": 1}, sometimes),
     "two and two": net("abz", {"p": 0, "a": 1}, lambda n, x: n.z(sum(n.p(n.a(x), n.b(n.a(x))))), p=Pair),
     "one tensor twice": net("az", {"p": 0}, lambda n, x: (h := n.a(x), n.z(sum(n.p(h, h))))[1], p=Pair),
     "one of two outputs": net("az", {"p": 0}, lambda n, x: n.z(n.p(n.a(x), n.a(x))[1]), p=Pair),
@@ -194,7 +195,11 @@ MODELS = {
     "eval mode": (lambda: Fixed(abz, **linears("az", b=nn.BatchNorm1d(4))), {"b": 0}),
     "a part in eval mode": (lambda: Fixed(abz, **linears("az", b=nn.Sequential(nn.BatchNorm1d(4)))), {"b": 0}),
 }
-NO_COPIES = ("not in every step", "a number as input")  # they count calls, and look at the whole batch
+NO_COPIES = (
+    "not in every step",
+    "a device not in every step",
+    "a number as input",
+)  # they count calls, and look at the whole batch
 
 
 def batch_norms() -> nn.Module:
@@ -235,8 +240,13 @@ class Flattened(torch.optim.Optimizer):
 
 OTHERS = {
     "weight decay": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.5),
-    "groups by position": lambda params: torch.optim.SGD(
-        [{"params": list(params)[:1], "lr": 0.001}, {"params": list(params)[1:]}], lr=0.03, momentum=0.9
+    "groups by position": lambda given: torch.optim.SGD(
+        [
+            {"params": (params := list(given))[:1], "lr": 0.001},
+            {"params": params[1:3]},
+            {"params": params[3:], "lr": 0.1},
+        ],
+        lr=0.03,
     ),
     "whole matrices": lambda params: Flattened(params, lr=0.02),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.02),
@@ -268,9 +278,9 @@ def test_every_kind_of_tensor_travels_between_processes(clusters, name):
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("name", OTHERS)
 def test_optimizer_sees_the_whole_model(name, copies):
-    task = regression(optimizer=OTHERS[name]) if name in OPTIMIZERS else regression().but(optimizer=OTHERS[name])
+    task = regression().but(optimizer=OTHERS[name])
     assert_equals_uncut(task, CUT, dl.SimulatedCluster(2 * copies))
-    assert_equals_uncut(task, dl.InGraph(place={"2": 0}), dl.SimulatedCluster(copies))
+    assert_equals_uncut(task, dl.InGraph(place={"0": 0}), dl.SimulatedCluster(copies))
 
 
 def test_schedule_is_kept_by_devices_and_client():
