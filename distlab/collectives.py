@@ -37,7 +37,6 @@ class Ranks:
     def __init__(self, rank: int, links: Sequence[Link | None]) -> None:
         self.rank, self.size, self._links = rank, len(links), links
         self.sent_bytes = 0
-        self._spare = torch.empty(0)
 
     def post(self, to: int, *tensors: Tensor) -> None:
         """Start to send a copy of `tensors`."""
@@ -62,15 +61,11 @@ class Ranks:
         self._link(source).recv_into(tensor)
 
     def recv_like(self, source: int, tensor: Tensor) -> Tensor:
-        """What `source` lends, in another memory; good until the next call."""
-        if self._spare.numel() < tensor.numel() or self._spare.dtype != tensor.dtype:
-            self._spare = torch.empty_like(tensor)
-        spare = self._spare[: tensor.numel()]
-        self.recv_into(source, spare)
-        return spare
+        """What `source` lends, in another memory; good until the next receive from it."""
+        return self._link(source).recv_lent(tensor)
 
     def swap(self, other: int, mine: Tensor) -> Tensor:
-        """Give `mine` to `other` and take what it gives, of the same size; good until the next call."""
+        """Give `mine` to `other` and take what it gives, of the same size; good until the next receive from it."""
         self.lend(other, mine)
         theirs = self.recv_like(other, mine)
         self._link(other).flush()

@@ -17,7 +17,7 @@ from toys import DEADLINE_S, OPTIMIZERS, countdown, failure, linear, moved, regr
 import distlab as dl
 from distlab.collectives import ALGORITHMS
 from distlab.errors import BadMessage
-from distlab.fabric.torch_fabric import DIRECT_BYTES
+from distlab.fabric.gloo_link import DIRECT_BYTES
 from distlab.flat import TAIL, Flat
 from distlab.roles.exchange import FIRST_BUCKET_BYTES, Exchange, in_buckets
 

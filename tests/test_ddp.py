@@ -63,9 +63,9 @@ def test_ddp_listens_on_loopback_only(two):
     live = dl.start(countdown(), ENGINE, two, num_updates=10**9)
     until(lambda: live.version > 0)
     pids = list(live.launched.pids.values())
-    found, usual = listeners(pids), len(pids)
+    found = listeners(pids)
     live.kill()
-    assert len(found) > usual, "torch's own group listens too, or this test looks at the wrong place"
+    assert len(found) >= len(pids), "torch's own group listens, or this test looks at the wrong place"
     assert set(found) <= LOOPBACK
 
 

@@ -1,38 +1,62 @@
-"""Links over gloo, both ends in this process: order, growth, and what a peer may not say.
+"""Links through memory and over gloo, both ends in this process: order, growth, and what a peer may not say.
 
-A message leaves only when its receiver asks for it; so these tests post, receive, and then flush.
+Over gloo a message leaves only when its receiver asks for it; so these tests post, receive, and then flush.
 """
 
+import os
+import socket
+import tempfile
 import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from distlab.errors import BadMessage
-from distlab.fabric import Kind, Message, Peer, wire
-from distlab.fabric.torch_fabric import DIRECT_BYTES, FIRST_BYTES, TorchFabric
+from distlab.errors import BadMessage, DistlabError, PeerLost
+from distlab.fabric import Kind, Message, Peer, memory_link, wire
+from distlab.fabric.gloo_link import DIRECT_BYTES, FIRST_BYTES
+from distlab.fabric.torch_fabric import TorchFabric
 from distlab.trace import EVENT, Buffer, Recorder
 
 COUNTS = {"server": 1, "worker": 1}
 
 
-def fabric(role: str, token: int = 5) -> TorchFabric:
-    return TorchFabric(Peer(role, 0), COUNTS, Recorder(role, 0, Buffer(lambda rows: None)), token=token)
+def fabric(role: str, token: int = 5, folder: str | None = None) -> TorchFabric:
+    record = Recorder(role, 0, Buffer(lambda rows: None))
+    return TorchFabric(Peer(role, 0), COUNTS, record, token=token, folder=folder)
 
 
 @pytest.fixture
-def ends(tmp_path):
+def folder():
+    """pytest's own may have too long a name for a socket."""
+    with tempfile.TemporaryDirectory() as name:
+        yield name
+
+
+def two_ends(folder: str, links: str) -> tuple:
     """A server's link to a worker, and that worker's to the server."""
-    made = [fabric("server"), fabric("worker")]
-    stores = [dist.FileStore(str(tmp_path / "store"), -1) for _ in made]
+    made = [fabric(role, folder=folder) for role in ("server", "worker")]
     pairs = [("server", "worker")]
-    threads = [threading.Thread(target=f.connect, args=(pairs, s)) for f, s in zip(made, stores, strict=True)]
+    threads = [threading.Thread(target=f.connect, args=(pairs,), kwargs={"links": links}) for f in made]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return made[0].link("worker", 0), made[1].link("server", 0)
+
+
+@pytest.fixture(params=["memory", "gloo"])
+def ends(request, folder):
+    return two_ends(folder, request.param)
+
+
+@pytest.fixture
+def gloo_ends(folder):
+    return two_ends(folder, "gloo")
+
+
+@pytest.fixture
+def memory_ends(folder):
+    return two_ends(folder, "memory")
 
 
 def test_messages_arrive_whole_and_in_order(ends):
@@ -90,8 +114,8 @@ def test_peer_with_another_token_is_refused(ends):
 
 
 @pytest.mark.parametrize("size", [-1, 0, wire.MAX_BYTES + 1])
-def test_announcement_of_an_absurd_size_is_refused(ends, size):
-    server, worker = ends
+def test_announcement_of_an_absurd_size_is_refused(gloo_ends, size):
+    server, worker = gloo_ends
     worker._start(Message(Kind.GROW, version=size))
     with pytest.raises(BadMessage, match=f"worker 0 announces a message of {size} bytes"):
         server.recv()
@@ -165,11 +189,20 @@ def test_lending_costs_as_many_bytes_as_posting(ends, numel):
     server.recv()
 
 
-def test_large_tensor_is_lent_without_a_copy(ends):
+def test_large_tensor_is_lent_over_gloo_without_a_copy(gloo_ends):
     """No buffer of the link has grown."""
-    for end in ends:
-        lent(end, ends[end is ends[0]], torch.ones(10 * DIRECT_BYTES))
-    assert all(buffer.numel() == FIRST_BYTES for end in ends for buffer in (end._in, end._out))
+    for end in gloo_ends:
+        lent(end, gloo_ends[end is gloo_ends[0]], torch.ones(10 * DIRECT_BYTES))
+    assert all(buffer.numel() == FIRST_BYTES for end in gloo_ends for buffer in (end._in, end._out))
+
+
+@pytest.mark.parametrize("numel", AROUND)
+def test_what_was_lent_can_be_had_without_a_copy_until_the_next_receive(ends, numel):
+    server, worker = ends
+    for value in (1.0, 2.0):
+        worker.lend(torch.full((numel,), value))
+        assert server.recv_lent(torch.empty(numel)).equal(torch.full((numel,), value))
+        worker.flush()
 
 
 BIG = DIRECT_BYTES // 4  # numbers of 4 bytes
@@ -181,10 +214,6 @@ BIG = DIRECT_BYTES // 4  # numbers of 4 bytes
         (torch.zeros(3), torch.zeros(4), r"lent torch.float32 of shape \(3,\), not \(4,\)"),
         (torch.zeros(3), torch.zeros(3).int(), r"lent torch.float32 of shape \(3,\), not \(3,\)"),
         (torch.zeros(3, 1), torch.zeros(3), r"lent torch.float32 of shape \(3, 1\), not \(3,\)"),
-        (torch.zeros(BIG), torch.zeros(1000), f"announces a tensor .{BIG}., .* more than was agreed"),
-        (torch.zeros(BIG), torch.zeros(BIG).int(), f"another tensor than the one of {BIG} x torch.int32 awaited here"),
-        (torch.zeros(BIG), torch.zeros(BIG + 9), f"another tensor than the one of {BIG + 9} x torch.float32"),
-        (torch.zeros(BIG), torch.zeros(2 * BIG).half(), f"another tensor than the one of {2 * BIG} x torch.float16"),
     ],
 )
 def test_lent_tensor_that_is_not_the_one_awaited_is_refused(ends, sent, into, told):
@@ -194,12 +223,204 @@ def test_lent_tensor_that_is_not_the_one_awaited_is_refused(ends, sent, into, to
         server.recv_into(into)
 
 
+@pytest.mark.parametrize(
+    ("into", "told"),
+    [
+        (torch.zeros(1000), f"announces a tensor .{BIG}., .* more than was agreed"),
+        (torch.zeros(BIG).int(), f"another tensor than the one of {BIG} x torch.int32 awaited here"),
+        (torch.zeros(BIG + 9), f"another tensor than the one of {BIG + 9} x torch.float32"),
+        (torch.zeros(2 * BIG).half(), f"another tensor than the one of {2 * BIG} x torch.float16"),
+    ],
+)
+def test_large_tensor_that_is_not_the_one_awaited_is_refused_before_gloo_believes_it(gloo_ends, into, told):
+    server, worker = gloo_ends
+    worker.lend(torch.zeros(BIG))
+    with pytest.raises(BadMessage, match=f"worker 0 .*{told}"):
+        server.recv_into(into)
+
+
+@pytest.mark.parametrize("into", [torch.zeros(1000), torch.zeros(BIG).int(), torch.zeros(2 * BIG).half()])
+def test_large_tensor_that_is_not_the_one_awaited_is_refused(memory_ends, into):
+    server, worker = memory_ends
+    worker.lend(torch.zeros(BIG))
+    with pytest.raises(BadMessage, match=f"worker 0 lent torch.float32 of shape .{BIG},., not .{len(into)},."):
+        server.recv_into(into)
+
+
 def test_lent_tensor_of_a_peer_with_another_token_is_refused(ends):
     server, worker = ends
     worker._token += 1
     worker.lend(torch.zeros(BIG))
     with pytest.raises(BadMessage, match="link to worker 0 is not from this run"):
         server.recv_into(torch.zeros(BIG))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("numel", [1, 1 << 18])
+def test_sender_waits_while_both_slots_are_in_use(memory_ends, numel):
+    """Or it would write over what the receiver still reads."""
+    server, worker = memory_ends
+    sent = [torch.full((numel,), float(i)) for i in range(5)]
+    posts = threading.Thread(target=lambda: [worker.post(Kind.PUSH, [tensor]) for tensor in sent])
+    posts.start()
+    got = []
+    for tensor in sent:
+        values = server.recv().values
+        assert values.equal(tensor)
+        got.append(values.data_ptr())
+    posts.join()
+    assert len(set(got)) == 2
+
+
+def test_what_a_lost_peer_has_sent_before_is_received(memory_ends):
+    server, worker = memory_ends
+    for step in range(2):
+        worker.post(Kind.PUSH, [torch.ones(3)], step=step)
+    for half in (worker._out, worker._in):
+        half._bell._end.close()
+    assert [server.recv().step for _ in range(2)] == [0, 1]
+    for action in (server.recv, lambda: server.post(Kind.PARAMS)):
+        with pytest.raises(PeerLost, match="worker 0 was lost"):
+            action()
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1, 10**15])
+def test_bell_for_a_message_that_is_in_no_memory_is_refused(memory_ends, size):
+    server, worker = memory_ends
+    worker._out._bell.ring(size)
+    with pytest.raises(BadMessage, match=f"worker 0 announces a message of {size} bytes, in memory of 0"):
+        server.recv()
+
+
+def test_bell_for_more_than_there_is_memory_is_refused(memory_ends):
+    server, worker = memory_ends
+    for _ in range(3):  # both slots are there now
+        worker.post(Kind.PULL)
+        server.recv()
+    worker._out._bell.ring(memory_link.SLOT_BYTES + 1)
+    with pytest.raises(BadMessage, match=r"announces a message of 65537 bytes, in memory of 65536"):
+        server.recv()
+
+
+def test_bell_of_another_length_is_refused(memory_ends):
+    server, worker = memory_ends
+    worker._out._bell._end.send(b"abc")
+    with pytest.raises(BadMessage, match="worker 0 rings with 3 bytes, not 8"):
+        server.recv()
+
+
+def not_sealed() -> list[int]:
+    """Descriptors of a file, a pipe's ends, a socket, and memory that can be shrunk."""
+    memory = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, 4096)
+    return [os.open(__file__, os.O_RDONLY), *os.pipe(), memory, socket.socket(socket.AF_UNIX).detach()]
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_memory_that_its_sender_can_shrink_is_refused(memory_ends, which):
+    """To read what is no longer there would kill the process."""
+    server, worker = memory_ends
+    fds = not_sealed()
+    worker._out._bell.ring(100, fds[which])
+    with pytest.raises(BadMessage, match="worker 0 hands over memory that it can still shrink, or none at all"):
+        server.recv()
+    for fd in fds:
+        os.close(fd)
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_messages_leave_no_descriptor_behind(memory_ends):
+    server, worker = memory_ends
+    before = open_fds()
+    for power in range(6, 20):
+        worker.post(Kind.PUSH, [torch.ones(1 << power)])
+        server.recv()
+    assert open_fds() == before
+
+
+@pytest.fixture
+def door(folder):
+    """A server's, which waits for one worker."""
+    return memory_link.Door(folder, Peer("server", 0), [Peer("worker", 0)], token=5)
+
+
+def knock(folder: str) -> socket.socket:
+    caller = socket.socket(socket.AF_UNIX)
+    caller.connect(memory_link.address(folder, Peer("server", 0)))
+    return caller
+
+
+def say(caller: socket.socket, words: bytes, fds: int = 1) -> None:
+    ends = socket.socketpair()
+    socket.send_fds(caller, [words], [ends[0].fileno()] * fds)
+
+
+def is_closed(caller: socket.socket) -> bool:
+    """By the other end, which may not have read all."""
+    try:
+        return caller.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+GOOD = memory_link.hello(Peer("worker", 0), 5)
+STRANGERS = {
+    "garbage": b"x" * len(GOOD),
+    "half": GOOD[:7],
+    "too much of another": bytes(4096),
+    "another token": memory_link.hello(Peer("worker", 0), 6),
+    "another number": memory_link.hello(Peer("worker", 1), 5),
+    "itself": memory_link.hello(Peer("server", 0), 5),
+}
+
+
+@pytest.mark.parametrize("words", STRANGERS.values(), ids=STRANGERS)
+def test_stranger_is_turned_away_and_counted_and_the_worker_still_comes_in(door, folder, words):
+    stranger, quiet, good = knock(folder), knock(folder), knock(folder)
+    say(stranger, words)
+    assert is_closed(stranger)
+    say(good, GOOD)
+    links = door.meet([Peer("worker", 0)])
+    assert list(links) == [Peer("worker", 0)]
+    assert door.refused == 1
+    quiet.close()
+
+
+def test_worker_that_comes_without_a_bell_for_the_way_back_is_turned_away(door, folder):
+    caller = knock(folder)
+    caller.send(GOOD)
+    assert is_closed(caller)
+    assert door.refused == 1
+
+
+def test_second_worker_of_the_same_name_is_turned_away(door, folder):
+    first, second = knock(folder), knock(folder)
+    say(first, GOOD)
+    door.meet([Peer("worker", 0)])
+    say(second, GOOD)
+    assert is_closed(second)
+    assert door.refused == 1
+
+
+def test_stranger_that_says_nothing_is_turned_away_after_a_while(door, folder, monkeypatch):
+    monkeypatch.setattr(memory_link, "HELLO_S", 0.01)
+    assert is_closed(knock(folder))
+    assert door.refused == 1
+
+
+def test_folder_with_too_long_a_name_for_a_socket_is_said(folder):
+    deep = os.path.join(folder, "x" * 100)
+    os.mkdir(deep)
+    with pytest.raises(DistlabError, match=r'set TMPDIR to a shorter path, or use LocalCluster\(links="gloo"\)'):
+        memory_link.Door(deep, Peer("server", 0), [], token=1)
+
+
+# Tasks, locks, records
 
 
 def test_exception_in_a_task_ends_every_wait():

@@ -15,7 +15,7 @@ import time
 import weakref
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from distlab.clusters.member import Member, death, lost, rebuild, start, warm
 from distlab.clusters.process import Place
 from distlab.errors import PeerLost, ProcessLost
 from distlab.fabric import Peer
-from distlab.options import check_count, check_seconds
+from distlab.options import check_count, check_seconds, check_word
 from distlab.strategies.base import Job, Strategy
 from distlab.trace import EVENT
 
@@ -45,23 +45,29 @@ class LocalCluster(Cluster):
         num_workers: at least 1.
         compute_time_s: every gradient takes at least so long; the rest is slept. With it sixteen workers act
             on two cores as if each had a device of its own.
+        links: messages travel through "memory" that both ends have mapped, or over torch.distributed's "gloo", as
+            they would between hosts.
 
     >>> LocalCluster(num_workers=4)
     LocalCluster(num_workers=4)
     """
 
-    def __init__(self, num_workers: int, *, compute_time_s: float = 0.0) -> None:
+    def __init__(
+        self, num_workers: int, *, compute_time_s: float = 0.0, links: Literal["memory", "gloo"] = "memory"
+    ) -> None:
         self.num_workers = check_count("num_workers", num_workers)
         self.compute_time_s = check_seconds("compute_time_s", compute_time_s)
         if compute_time_s > LONGEST_S:
             raise ValueError(f"compute_time_s must be at most {LONGEST_S:g} s, got {compute_time_s:g}")
+        self.links = check_word("links", links, ("memory", "gloo"))
         self._runs: weakref.WeakSet[Processes] = weakref.WeakSet()
         warm()
         atexit.register(_close, weakref.ref(self))
 
     def __repr__(self) -> str:
         padded = f", compute_time_s={self.compute_time_s:g}" if self.compute_time_s else ""
-        return f"LocalCluster(num_workers={self.num_workers}{padded})" + (" (closed)" if self._closed else "")
+        links = f", links={self.links!r}" if self.links != "memory" else ""
+        return f"LocalCluster(num_workers={self.num_workers}{padded}{links})" + (" (closed)" if self._closed else "")
 
     def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> "Processes":
         if paused:
@@ -97,13 +103,12 @@ class Processes(Launched):
         self._missed: list[BaseException] = []  # deaths that the strategy survives
         self._folder = tempfile.TemporaryDirectory(prefix="distlab-")
         layout = strategy.layout(cluster.num_workers)
-        store, token = os.path.join(self._folder.name, "store"), secrets.randbits(63)
-        links = tuple(layout.links)
+        pairs, token = tuple(layout.links), secrets.randbits(63)
         peers = [Peer(role, i) for role, count in layout.counts.items() for i in range(count)]
         self._members: list[Member] = []
         try:
             for me in peers:
-                place = Place(me, layout.counts, links, store, token, cluster.compute_time_s)
+                place = Place(me, layout.counts, pairs, cluster.links, self._folder.name, token, cluster.compute_time_s)
                 self._members.append(start(payload, place))
         except BaseException:  # an interrupt, say: nobody would watch those that have started
             self._end()

@@ -19,7 +19,6 @@ from typing import Any
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 
 from distlab.fabric import Peer
 from distlab.fabric.torch_fabric import TorchFabric
@@ -35,8 +34,9 @@ class Place:
 
     me: Peer
     counts: dict[str, int]
-    links: tuple[tuple[str, str], ...]
-    store: str
+    pairs: tuple[tuple[str, str], ...]
+    links: str
+    folder: str
     token: int
     pad_s: float
 
@@ -53,7 +53,7 @@ class Control:
         with self._lock:
             self.pipe.send_bytes(kind[0].encode() + body)
 
-    def listen(self, fabric: TorchFabric, store: str) -> None:
+    def listen(self, fabric: TorchFabric, folder: str) -> None:
         """Obey the caller's commands until it is gone; then it has left its folder behind as well."""
         try:
             while self.pipe.recv_bytes() == b"stop":
@@ -61,7 +61,7 @@ class Control:
                 fabric.wake()
         except (EOFError, OSError):
             pass
-        shutil.rmtree(os.path.dirname(store), ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
 
@@ -71,9 +71,8 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     redirect(out)
     control = Control(pipe)
     record = Recorder(*place.me, Buffer(lambda rows: control.say("events", rows.tobytes())))
-    folder = os.path.dirname(place.store)
-    fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s, folder=folder)
-    threading.Thread(target=control.listen, args=(fabric, place.store), daemon=True).start()
+    fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s, folder=place.folder)
+    threading.Thread(target=control.listen, args=(fabric, place.folder), daemon=True).start()
     threading.Thread(target=flush_often, args=(record,), daemon=True).start()
     try:
         torch.set_num_threads(1)
@@ -91,7 +90,7 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
 def run(payload: bytes, place: Place, fabric: TorchFabric, linked: Callable[[], None]) -> Outcome:
     """Unpack the job, make the links, say so, and be what the strategy says."""
     strategy, job = cloudpickle.loads(payload)
-    fabric.connect(place.links, dist.FileStore(place.store, -1))
+    fabric.connect(place.pairs, links=place.links)
     linked()
     left: list[Outcome] = []
     fabric.spawn(lambda: left.append(outcome_of(strategy, fabric, job))).join()

@@ -101,14 +101,16 @@ class Link(ABC):
         Large ones are then not copied on the way."""
         return self.post(Kind.DATA, [tensor])
 
-    def recv_into(self, tensor: Tensor) -> None:
-        """Wait for what the other end has lent, and let `tensor` (1-d) be that."""
+    def recv_lent(self, like: Tensor) -> Tensor:
+        """Wait for what the other end has lent, of the shape and dtype of `like` (1-d); good until the next receive."""
         values = self.recv().values
-        if (values.shape, values.dtype) != (tensor.shape, tensor.dtype):
-            raise BadMessage(
-                f"{self.peer} lent {values.dtype} of shape {tuple(values.shape)}, not {tuple(tensor.shape)}"
-            )
-        tensor.copy_(values)
+        if (values.shape, values.dtype) != (like.shape, like.dtype):
+            raise BadMessage(f"{self.peer} lent {values.dtype} of shape {tuple(values.shape)}, not {tuple(like.shape)}")
+        return values
+
+    def recv_into(self, tensor: Tensor) -> None:
+        """The same, and let `tensor` be that."""
+        tensor.copy_(self.recv_lent(tensor))
 
     def send(self, kind: Kind, tensors: Sequence[Tensor] = (), **header: Any) -> int:
         """Post, and wait until it has left."""
