@@ -2,12 +2,12 @@
 
 python benchmarks/client_bottleneck.py --figure client_bottleneck.png
 
-A gradient takes R = 0.1 s, nearly all of it slept, and needs a batch of --mb megabytes. In-graph, one client loads,
-cuts and ships every replica's batch; between-graph, every worker loads its own. D, the client's seconds for one
-replica, is read from the traces: from the end of an apply to the first wait of the next step the client does nothing
-but feed, so D is all that time, divided by all replicas fed. It is no constant: more replicas make a larger batch, for
-which memory is new every time. c is a worker's own time for its batch: from the end of a pull to the beginning of its
-gradient.
+Messages go over gloo, as between hosts. A gradient takes R = 0.1 s, nearly all of it slept, and needs a batch of --mb
+megabytes. In-graph, one client loads, cuts and ships every replica's batch; between-graph, every worker loads its own.
+D, the client's seconds for one replica, is read from the traces: from the end of an apply to the first wait of the next
+step the client does nothing but feed, so D is all that time, divided by all replicas fed. It is no constant: more
+replicas make a larger batch, for which memory is new every time. c is a worker's own time for its batch: from the end
+of a pull to the beginning of its gradient.
 
 The closed form, min(p / (R + D), 1 / D), is a ceiling: its client feeds one replica while another computes. The client
 of `InGraph` feeds all, then waits for all, so that a step takes R + p D: it comes to 1 / D too, but later.
@@ -72,7 +72,7 @@ def own_s(run: dl.Run) -> float:
 
 def measure(p: int, mb: float, updates: int) -> dict[str, Any]:
     """Both strategies on `p` workers, so many steps each."""
-    with dl.LocalCluster(p, compute_time_s=COMPUTE_S) as cluster:
+    with dl.LocalCluster(p, compute_time_s=COMPUTE_S, links="gloo") as cluster:
         fed = dl.train(task(mb), dl.InGraph(), cluster, num_updates=updates, progress=False)
         own = dl.train(task(mb), dl.AsyncPS(), cluster, num_updates=updates * p, progress=False)
     rates = {"in-graph": replicas_per_s(fed), "between-graph": replicas_per_s(own)}

@@ -49,7 +49,7 @@ def measure(layers: int, ratio: float, compute_s: float, updates: int, rounds: i
     network = dl.Network(latency_s=0.0, bandwidth_bytes_per_s=bytes_per_s(layers, ratio, compute_s) / 2)
     virtual = dl.SimulatedCluster(2, compute=dl.laws.Constant(compute_s), network=network, gradients="none")
     times: dict[str, list[float]] = {name: [] for name in ways}
-    with dl.LocalCluster(2, compute_time_s=compute_s) as cluster:
+    with dl.LocalCluster(2, compute_time_s=compute_s, links="gloo") as cluster:
         for _ in range(rounds):
             for name, strategy in ways.items():
                 times[name].append(step_s(strategy, cluster, layers, updates))
