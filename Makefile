@@ -8,7 +8,7 @@ ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(BROWSER),$(filter Darwin,$(shell uname)))
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test demo fuzz lessons lint clean
+.PHONY: help lab test demo fuzz faults lessons lint clean
 
 help:  # no "##" here: the list is what it prints
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s%s\n", $$1, $$2}'
@@ -24,6 +24,9 @@ demo: $(READY)  ## train digits under every strategy on real processes: one tabl
 
 fuzz: $(READY)  ## random simulated runs of every strategy, e.g. make fuzz ARGS=1000 (100 unless said)
 	DISTLAB_FUZZ=$(or $(ARGS),100) $(RUN) -m pytest tests/test_fuzz.py --timeout=0
+
+faults: $(READY)  ## kill each kind of process under each strategy, 50 times each: what happens (fewer: ARGS="--rounds 5")
+	$(RUN) benchmarks/faults.py $(ARGS)
 
 lessons: $(READY)  ## execute the lessons whose source changed (all: ARGS=--force)
 	$(RUN) lessons/build.py $(ARGS)

@@ -242,6 +242,9 @@ class Loop(Link):
     def flush(self) -> None:
         """A copy has left at once."""
 
+    def hang_up(self, largest_bytes: int = 0) -> None:
+        raise AssertionError("nobody dies in one thread")
+
     def recv(self) -> Message:
         while not self.inbox:
             getcurrent().parent.switch()

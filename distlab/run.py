@@ -77,7 +77,7 @@ class Run:
     def applies(self) -> np.ndarray:
         """One row per gradient that became part of an update; where several processes apply the same one, the
         first to do so; where several servers hold a shard each, server 0's."""
-        rows = self.trace.select("apply")
+        rows = self.trace.applies
         rows = rows[(rows["role"] != ROLES.index("server")) | (rows["index"] == 0)]
         _, first = np.unique(rows[["version", "worker", "step"]], return_index=True)
         return rows[np.sort(first)]
@@ -266,7 +266,7 @@ def run_from(algorithm: Strategy, cluster: str, task: Task, outcomes: Mapping[An
         local |= left.local or {}
     steps = {str(peer): left.steps for peer, left in order if peer.role in ("worker", "replica")}
     replicas = {str(peer): left.params for peer, left in order if peer.role == "worker" and left.params is not None}
-    judged = next((left.judged for left in outcomes.values() if left.judged), [])
+    judged = [row for left in outcomes.values() for row in left.judged]  # of a chief, and of who became it later
     return Run(
         repr(algorithm),
         cluster,

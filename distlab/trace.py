@@ -34,6 +34,9 @@ KINDS = (
     "death",  # the process ended without a word
     "evaluate",  # the chief: parameters of `version` had this `loss` on the validation data
     "unplaced",  # the client: it computed what is placed on no device
+    "revive",  # a new process has taken the place of one that had died
+    "chief",  # a worker: the one before it was lost, so from now on it evaluates and logs
+    "regroup",  # a rank: after `version`, `worker` is one of the group; `step` counts the changes of the membership
 )
 ROLES = ("worker", "server", "client", "replica")
 
@@ -190,6 +193,19 @@ class Trace:
         if worker is not None:
             chosen &= self.rows["worker"] == worker
         return self.rows[chosen]
+
+    @property
+    def applies(self) -> np.ndarray:
+        """The rows of kind "apply" that hold. What a rank has applied and then died of, before anybody else came to the
+        end of that exchange, the others have done again without it."""
+        rows = self.select("apply")
+        for death in self.select("death"):
+            later = self.select("regroup")
+            later = later[(later["end_s"] >= death["end_s"]) & (later["index"] != death["index"])]
+            if len(later):
+                own = (rows["role"] == death["role"]) & (rows["index"] == death["index"])
+                rows = rows[~(own & (rows["end_s"] <= death["end_s"]) & (rows["version"] > later["version"].min()))]
+        return rows
 
     def where(self, kind: str | None = None, who: str | None = None, worker: int | None = None) -> "Trace":
         """The part of the trace that `select` describes."""

@@ -1,13 +1,14 @@
 """`train` and `start`: a task, a strategy and a cluster in, a `Run` out."""
 
 import importlib.util
+import math
 import os
 import queue
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from distlab import trace
 from distlab.clusters.base import Cluster, Ending, Launched
+from distlab.clusters.scenario import Scenario
+from distlab.errors import DistlabError
 from distlab.fabric import Peer
 from distlab.options import check_count, options
 from distlab.run import Run, run_from
@@ -94,13 +97,54 @@ class LiveRun:
         """
         self.launched.stop()
 
-    def kill(self) -> None:
-        """End it now, with what was measured lost but for the trace. All its processes are gone afterwards."""
-        self.launched.kill()
+    @options
+    def kill(self, *, worker: int | None = None, server: int | None = None, client: int | None = None) -> None:
+        """End one process, as SIGKILL does; without a word of which, the whole run, with what was measured lost but for
+        the trace. All its processes are gone then."""
+        if worker is server is client is None:
+            self.launched.kill()
+        else:
+            self._change(Scenario.kill, worker=worker, server=server, client=client, at_s=0.0)
 
-    def pause(self) -> None:
-        """Let nothing more happen for now (a simulated run only, as are `resume`, `step` and `params`)."""
-        self.launched.pause()
+    @options
+    def revive(self, *, worker: int) -> None:
+        """Let a new process take the place of a worker that has died."""
+        self._change(Scenario.revive, worker=worker, at_s=0.0)
+
+    @options
+    def slow(self, *, worker: int, factor: float, for_s: float = math.inf) -> None:
+        """Let a worker's gradients take `factor` times as long from now on, or for a while."""
+        self._change(Scenario.slow, worker=worker, factor=factor, to_s=for_s)
+
+    @options
+    def throttle(self, *, worker: int, factor: float, for_s: float = math.inf) -> None:
+        """Leave a worker's NIC `factor` (below 1) of its bandwidth; see `Scenario.throttle`."""
+        self._change(Scenario.throttle, worker=worker, factor=factor, to_s=for_s)
+
+    @options
+    def delay(self, *, worker: int, by_s: float, for_s: float = math.inf) -> None:
+        """Let every message to and from a worker take so much longer."""
+        self._change(Scenario.delay, worker=worker, by_s=by_s, to_s=for_s)
+
+    @options
+    def partition(self, *, worker: int, for_s: float = math.inf) -> None:
+        """Cut a worker off; messages wait."""
+        self._change(Scenario.partition, worker=worker, to_s=for_s)
+
+    @options
+    def pause(self, *, worker: int | None = None, for_s: float = math.inf) -> None:
+        """Let a worker stand still for a while; without a word of which, let nothing more happen for now (a simulated
+        run only, as are `resume`, `step` and `params`)."""
+        if worker is None:
+            self.launched.pause()
+        else:
+            self._change(Scenario.pause, worker=worker, from_s=0.0, to_s=for_s)
+
+    def _change(self, line: Callable[..., Scenario], **words: Any) -> None:
+        """One more line of the cluster's scenario, from now on: checked by the same method."""
+        if not isinstance(self._cluster, Scenario):
+            raise DistlabError(f"nothing can be done to the processes of {self._cluster!r}")
+        self.launched.change(line(self._cluster, **words).changes[-1])
 
     def resume(self) -> None:
         """Go on after `pause` or `step`."""

@@ -8,6 +8,7 @@ colours, and nothing is executed while the source is the one that the notebook w
     python lessons/build.py [--force] [03 ...]
 """
 
+import asyncio
 import base64
 import hashlib
 import io
@@ -17,12 +18,14 @@ from pathlib import Path
 import click
 import jupytext
 import nbformat
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from PIL import Image
 
 LESSONS = Path(__file__).resolve().parent
 LIMIT_BYTES = 300_000
+LOOK_S = 2.0
 WIDGET = "application/vnd.jupyter.widget-view+json"  # a saved one shows "model not found"
 
 
@@ -39,6 +42,32 @@ def is_current(source: Path, notebook: Path) -> bool:
     return built.get("source_sha256") == source_hash(source)
 
 
+class Client(NotebookClient):
+    """Executes a notebook, and looks again now and then.
+
+    Whoever sends on a ZeroMQ socket may swallow the news that something has come in meanwhile. It happens to ipykernel
+    7 (https://github.com/ipython/ipykernel/issues/1554), and here, where a widget's output is sent while a reply is
+    awaited: both then sit idle for ever. On a busy machine that was every second time.
+    """
+
+    async def async_execute(self, *args, **kwargs):
+        """Execute all cells."""
+        looking = asyncio.ensure_future(self._look_again())
+        try:
+            return await super().async_execute(*args, **kwargs)
+        finally:
+            looking.cancel()
+
+    execute = run_sync(async_execute)
+
+    async def _look_again(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self.kc is not None:
+                self.kc.kernel_info()  # whatever the answer: the kernel reads what else is there
+                await self.kc.shell_channel.socket.poll(1)
+
+
 def execute(source: Path, parameters: str = "") -> nbformat.NotebookNode:
     """The notebook of `source` with its outputs; CellExecutionError if a cell fails that should not.
 
@@ -50,7 +79,7 @@ def execute(source: Path, parameters: str = "") -> nbformat.NotebookNode:
         cell.metadata = nbformat.from_dict({"tags": tags} if (tags := cell.metadata.get("tags")) else {})
         if parameters and "parameters" in cell.metadata.get("tags", ()):
             cell.source = parameters
-    client = NotebookClient(notebook, timeout=600, kernel_name="python3", coalesce_streams=True)
+    client = Client(notebook, timeout=600, kernel_name="python3", coalesce_streams=True)
     client.resources = {"metadata": {"path": str(LESSONS)}}
     client.record_timing = False  # widget state is kept until here, or nothing could be shown in a slider's output
     client.execute()
@@ -62,11 +91,13 @@ def execute(source: Path, parameters: str = "") -> nbformat.NotebookNode:
         cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
         for picture in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
             picture["image/png"] = in_64_colours(picture["image/png"])
-    notebook.metadata = nbformat.from_dict({
-        "distlab": {"source_sha256": source_hash(source)},
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"file_extension": ".py", "name": "python", "pygments_lexer": "ipython3"},
-    })
+    notebook.metadata = nbformat.from_dict(
+        {
+            "distlab": {"source_sha256": source_hash(source)},
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"file_extension": ".py", "name": "python", "pygments_lexer": "ipython3"},
+        }
+    )
     nbformat.validate(notebook)
     return notebook
 

@@ -146,10 +146,16 @@ def test_failed_run_keeps_losses_and_closes_its_event_file(tmp_path):
     assert not [thread for thread in threading.enumerate() if "Writer" in type(thread).__name__]
 
 
-def test_killed_chief_leaves_its_losses_and_nobody_takes_over():
-    watched = run(dl.AsyncPS(), dl.SimulatedCluster(2, compute=0.1).kill(worker=0, at_s=1.0), num_updates=30)
-    assert 6 <= watched.evaluations["version"].max() < 21
+def test_killed_chief_leaves_its_losses_and_the_next_worker_takes_over():
+    watched = run(dl.AsyncPS(), dl.SimulatedCluster(3, compute=0.1).kill(worker=0, at_s=1.0), num_updates=60)
+    (became,) = watched.trace.where("chief")
+    assert became.who == "worker 1"
+    assert 1.0 < became.end_s < 1.3
+    assert set(watched.trace.where("evaluate").who) == {"worker 0", "worker 1"}
+    assert watched.evaluations["version"].max() >= 57
     assert watched.evaluations["loss"].notna().all()
+    by_the_first = watched.evaluations["time_s"] < 1.0
+    assert (watched.evaluations["error"].isna() == by_the_first).all(), "metrics of a lost chief are lost with it"
 
 
 def test_run_that_computes_nothing_has_evaluations_without_figures():

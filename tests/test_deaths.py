@@ -33,7 +33,7 @@ def test_process_that_leaves_by_itself_is_named(two):
     [
         (dl.AsyncPS(), "server 0"),
         (dl.SyncPS(), "worker 0"),
-        (dl.AllReduce(), "worker 1"),
+        (dl.AllReduce(on_too_few="stop"), "worker 1"),
         (dl.InGraph(), "replica 1"),
         (dl.InGraph(), "client 0"),
         (dl.SingleWorker(), "worker 0"),

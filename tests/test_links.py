@@ -13,6 +13,8 @@ import torch
 
 from distlab.errors import BadMessage, DistlabError, PeerLost
 from distlab.fabric import Kind, Message, Peer, memory_link, wire
+from distlab.fabric import door as door_module
+from distlab.fabric.door import Door, address, hello
 from distlab.fabric.gloo_link import DIRECT_BYTES, FIRST_BYTES
 from distlab.fabric.torch_fabric import TorchFabric
 from distlab.trace import EVENT, Buffer, Recorder
@@ -346,12 +348,12 @@ def test_messages_leave_no_descriptor_behind(memory_ends):
 @pytest.fixture
 def door(folder):
     """A server's, which waits for one worker."""
-    return memory_link.Door(folder, Peer("server", 0), [Peer("worker", 0)], token=5)
+    return Door(folder, Peer("server", 0), token=5)
 
 
 def knock(folder: str) -> socket.socket:
     caller = socket.socket(socket.AF_UNIX)
-    caller.connect(memory_link.address(folder, Peer("server", 0)))
+    caller.connect(address(folder, Peer("server", 0)))
     return caller
 
 
@@ -368,14 +370,15 @@ def is_closed(caller: socket.socket) -> bool:
         return True
 
 
-GOOD = memory_link.hello(Peer("worker", 0), 5)
+GOOD = hello(Peer("worker", 0), 5)
 STRANGERS = {
     "garbage": b"x" * len(GOOD),
     "half": GOOD[:7],
     "too much of another": bytes(4096),
-    "another token": memory_link.hello(Peer("worker", 0), 6),
-    "another number": memory_link.hello(Peer("worker", 1), 5),
-    "itself": memory_link.hello(Peer("server", 0), 5),
+    "another token": hello(Peer("worker", 0), 6),
+    "a number below zero": hello(Peer("worker", -1), 5),
+    "a tag below zero": hello(Peer("worker", 0), 5, -1),
+    "itself": hello(Peer("server", 0), 5),
 }
 
 
@@ -408,7 +411,7 @@ def test_second_worker_of_the_same_name_is_turned_away(door, folder):
 
 
 def test_stranger_that_says_nothing_is_turned_away_after_a_while(door, folder, monkeypatch):
-    monkeypatch.setattr(memory_link, "HELLO_S", 0.01)
+    monkeypatch.setattr(door_module, "HELLO_S", 0.01)
     assert is_closed(knock(folder))
     assert door.refused == 1
 
@@ -417,7 +420,7 @@ def test_folder_with_too_long_a_name_for_a_socket_is_said(folder):
     deep = os.path.join(folder, "x" * 100)
     os.mkdir(deep)
     with pytest.raises(DistlabError, match=r'set TMPDIR to a shorter path, or use LocalCluster\(links="gloo"\)'):
-        memory_link.Door(deep, Peer("server", 0), [], token=1)
+        Door(deep, Peer("server", 0), token=1)
 
 
 # Tasks, locks, records

@@ -72,7 +72,7 @@ def test_broadcast_gradients_sends_every_gradient_to_every_worker(broadcast):
 def test_broadcast_gradients_costs_more_bytes_an_update(broadcast, four):
     """While all P are there, P + 1 messages of the model's size and not 2: 5 / 2, and some headers."""
     right = train_together(dl.tasks.digits(), dl.AsyncPS(), four, 40)
-    assert 2.2 < bytes_per_update(broadcast) / bytes_per_update(right) < 2.6
+    assert 2.2 < bytes_per_update(broadcast) / bytes_per_update(right) < 3.0
 
 
 def bytes_per_update(run: dl.Run) -> float:

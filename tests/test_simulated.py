@@ -85,7 +85,7 @@ def test_a_dead_worker_does_not_stop_an_asynchronous_run():
     assert made.ledger.balances
 
 
-@pytest.mark.parametrize("strategy", [dl.SyncPS(), dl.AllReduce(), dl.InGraph()], ids=repr)
+@pytest.mark.parametrize("strategy", [dl.SyncPS(), dl.AllReduce(on_too_few="stop"), dl.InGraph()], ids=repr)
 def test_a_dead_worker_ends_a_synchronous_run_and_is_named(strategy):
     with pytest.raises(dl.ProcessLost, match=r"(worker|replica) 1 was lost at 1 s") as error:
         run(strategy, dl.SimulatedCluster(4, compute=0.1).kill(worker=1, at_s=1), 100)

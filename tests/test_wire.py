@@ -12,7 +12,7 @@ from distlab.errors import BadMessage
 from distlab.fabric import Kind, Message, Peer, wire
 
 ME, TOKEN = Peer("worker", 2), 1234567890123456789
-FIELDS = ("magic", "kind", "role", "index", "version", "step", "samples", "sent_ns", "count", "loss", "token")
+FIELDS = ("magic", "kind", "role", "index", "version", "step", "samples", "sent_ns", "count", "loss", "token", "sum")
 INT64 = st.integers(-(2**63), 2**63 - 1)
 INTEGERS = [t for t in wire.DTYPES if not (t.is_floating_point or t.is_complex or t == torch.bool)]
 
@@ -29,6 +29,15 @@ def altered(buffer: torch.Tensor, **fields) -> torch.Tensor:
     view = memoryview(buffer.numpy())
     values = dict(zip(FIELDS, wire.HEADER.unpack_from(view, 0), strict=True)) | fields
     wire.HEADER.pack_into(view, 0, *values.values())
+    return signed(buffer, values["count"])
+
+
+def signed(buffer: torch.Tensor, count: int = 1) -> torch.Tensor:
+    """The same buffer with a checksum that fits, as a forger would send it."""
+    view = memoryview(buffer.numpy())
+    wire.SUM.pack_into(
+        view, wire.HEADER.size - wire.SUM.size, wire.checksum(view, min(max(count, 0), wire.MAX_TENSORS))
+    )
     return buffer
 
 
@@ -36,7 +45,7 @@ def described(code: int, ndim: int, *dims: int) -> torch.Tensor:
     """A message whose one tensor is said to be this."""
     buffer = packed(torch.ones(3))
     wire.LINE.pack_into(memoryview(buffer.numpy()), wire.HEADER.size, code, ndim, *dims, *(0,) * (8 - len(dims)))
-    return buffer
+    return signed(buffer)
 
 
 @st.composite
@@ -155,13 +164,42 @@ def test_random_descriptions_of_tensors_never_crash(code, ndim, dims):
 def test_random_headers_of_this_run_never_crash(kind, count, role, index, rest):
     buffer = torch.zeros(1024, dtype=torch.uint8)
     view = memoryview(buffer.numpy())
-    wire.HEADER.pack_into(view, 0, wire.MAGIC, kind, role, index, 0, 0, 0, 0, count, 0.0, TOKEN)
+    wire.HEADER.pack_into(view, 0, wire.MAGIC, kind, role, index, 0, 0, 0, 0, count, 0.0, TOKEN, 0)
     view[wire.HEADER.size : wire.HEADER.size + len(rest)] = rest
+    decodes_or_is_refused(signed(buffer, count))
+
+
+@settings(deadline=None, max_examples=1000)
+@given(place=st.integers(0, 10**9), flip=st.integers(1, 255), count=st.integers(0, 3))
+def test_frame_with_a_byte_of_its_head_changed_is_never_accepted(place, flip, count):
+    """Not a version, not a shape, not a loss: a thousand mutants."""
+    buffer = packed(*[torch.arange(4.0)] * count, version=7, step=3, samples=8, loss=0.5)
+    buffer[place % (wire.HEADER.size + count * wire.LINE.size)] ^= flip
+    with pytest.raises(BadMessage):
+        wire.decode(buffer, ME, TOKEN)
+
+
+@settings(deadline=None, max_examples=300)
+@given(keep=st.integers(0, 500))
+def test_frame_that_is_cut_off_is_never_accepted(keep):
+    whole = packed(torch.arange(40.0), torch.arange(5))
+    size = wire.size([torch.arange(40.0), torch.arange(5)])
+    if keep < size - 24:  # what is left is less than the last tensor's five numbers
+        with pytest.raises(BadMessage):
+            wire.decode(whole[:keep].clone(), ME, TOKEN)
+
+
+@settings(deadline=None, max_examples=300)
+@given(places=st.lists(st.integers(0, 10**9), min_size=1, max_size=20), seed=st.integers(0, 255))
+def test_frame_with_many_bytes_changed_never_crashes(places, seed):
+    buffer = packed(torch.arange(40.0), torch.arange(5))
+    for place in places:
+        buffer[place % len(buffer)] ^= (place + seed) % 256
     decodes_or_is_refused(buffer)
 
 
 def test_header_is_as_long_as_it_says():
-    assert wire.HEADER.size == 11 * 8
+    assert wire.HEADER.size == 12 * 8
     assert struct.calcsize(wire.LINE.format) == 10 * 8
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distlab.errors import DistlabError
 from distlab.fabric import Peer
+from distlab.fabric.network import Change
 from distlab.options import Options
 from distlab.strategies.base import Job, Outcome, Strategy
 
@@ -46,6 +47,10 @@ class Launched(ABC):
     @abstractmethod
     def kill(self, why: str = "LiveRun.kill()") -> None:
         """End it now. All processes are gone when this returns. Harmless when it has ended."""
+
+    @abstractmethod
+    def change(self, change: Change) -> None:
+        """Let a line of a scenario come true; its times count from now."""
 
     def pause(self) -> None:
         """Let nothing more happen for now."""

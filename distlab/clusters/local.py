@@ -6,14 +6,17 @@ watches, in one thread, and can always be interrupted.
 """
 
 import atexit
+import math
 import os
 import pickle
+import queue
 import secrets
+import signal
 import tempfile
 import threading
 import time
 import weakref
-from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
@@ -21,21 +24,25 @@ import numpy as np
 
 from distlab.clusters import process
 from distlab.clusters.base import ONLY_SIMULATED, Cluster, Ending, Launched, Sink
-from distlab.clusters.member import Member, death, lost, rebuild, start, warm
+from distlab.clusters.faults import Faults
+from distlab.clusters.member import Member, lost, notice, rebuild, start, warm
 from distlab.clusters.process import Place
+from distlab.clusters.scenario import Scenario, peer_of, sentence
 from distlab.errors import PeerLost, ProcessLost
 from distlab.fabric import Peer
-from distlab.options import check_count, check_seconds, check_word
+from distlab.fabric.network import Change
+from distlab.options import check_count, check_positive, check_seconds, check_word
 from distlab.strategies.base import Job, Strategy
 from distlab.trace import EVENT
 
 ROOT_CAUSE_S = 1.0  # how long a lost link waits for the news of what became of its other end
 LAST_WORDS_S = 0.5  # how long the others may take, after a failure, to hand over what they measured
+TICK_S = 0.05  # how often to look at the clock
 LONGEST_S = 1e6  # no operating system sleeps for much longer
 LEAVE_S = 2.0  # how long a process may take to leave after its last word
 
 
-class LocalCluster(Cluster):
+class LocalCluster(Scenario, Cluster):
     """`num_workers` real worker processes on this machine (and the servers or client that a strategy adds).
 
     Reusable for many runs, one at a time: a new run ends the one before it, so that a notebook cell can be run again.
@@ -47,19 +54,27 @@ class LocalCluster(Cluster):
             on two cores as if each had a device of its own.
         links: messages travel through "memory" that both ends have mapped, or over torch.distributed's "gloo", as
             they would between hosts.
+        failure_timeout_s: a process that gives no sign of life for so long is taken for dead, and ended; so is one that
+            has not come to its end so long after the run's last update, or after `LiveRun.stop`. Longer than a step!
 
     >>> LocalCluster(num_workers=4)
     LocalCluster(num_workers=4)
     """
 
     def __init__(
-        self, num_workers: int, *, compute_time_s: float = 0.0, links: Literal["memory", "gloo"] = "memory"
+        self,
+        num_workers: int,
+        *,
+        compute_time_s: float = 0.0,
+        links: Literal["memory", "gloo"] = "memory",
+        failure_timeout_s: float = 30.0,
     ) -> None:
         self.num_workers = check_count("num_workers", num_workers)
         self.compute_time_s = check_seconds("compute_time_s", compute_time_s)
         if compute_time_s > LONGEST_S:
             raise ValueError(f"compute_time_s must be at most {LONGEST_S:g} s, got {compute_time_s:g}")
         self.links = check_word("links", links, ("memory", "gloo"))
+        self.failure_timeout_s = check_positive("failure_timeout_s", failure_timeout_s)
         self._runs: weakref.WeakSet[Processes] = weakref.WeakSet()
         warm()
         atexit.register(_close, weakref.ref(self))
@@ -67,7 +82,14 @@ class LocalCluster(Cluster):
     def __repr__(self) -> str:
         padded = f", compute_time_s={self.compute_time_s:g}" if self.compute_time_s else ""
         links = f", links={self.links!r}" if self.links != "memory" else ""
-        return f"LocalCluster(num_workers={self.num_workers}{padded}{links})" + (" (closed)" if self._closed else "")
+        made = f"LocalCluster(num_workers={self.num_workers}{padded}{links})" + "".join(map(sentence, self.changes))
+        return made + (" (closed)" if self._closed else "")
+
+    def _with(self, changes: tuple[Change, ...]) -> "LocalCluster":
+        names = ("compute_time_s", "links", "failure_timeout_s")
+        other = LocalCluster(self.num_workers, **{name: getattr(self, name) for name in names})
+        other.changes = changes
+        return other
 
     def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> "Processes":
         if paused:
@@ -97,38 +119,55 @@ class Processes(Launched):
     """The processes of one run, and the thread that watches them."""
 
     def __init__(self, payload: bytes, strategy: Strategy, cluster: LocalCluster, sink: Sink) -> None:
-        self._strategy, self._sink = strategy, sink
+        self._payload, self._strategy, self._cluster, self._sink = payload, strategy, cluster, sink
         self._ending, self._failures = Ending(), list[tuple[Member, BaseException]]()
         self._over, self._killed = threading.Event(), ""
         self._missed: list[BaseException] = []  # deaths that the strategy survives
+        self._told: list[tuple[str, Peer]] = []  # changes of the membership, in the order in which all hear of them
         self._folder = tempfile.TemporaryDirectory(prefix="distlab-")
-        layout = strategy.layout(cluster.num_workers)
-        pairs, token = tuple(layout.links), secrets.randbits(63)
-        peers = [Peer(role, i) for role, count in layout.counts.items() for i in range(count)]
-        self._members: list[Member] = []
+        self._layout, self._token = strategy.layout(cluster.num_workers), secrets.randbits(63)
+        self._faults, self._began_s = Faults(cluster.changes, self._layout), math.inf
+        self._new_changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
+        self._end_by_s = math.inf  # when all must have come to their end
+        self._open_ends: dict[Any, tuple[Member, bool]] = {}
+        self._members: dict[Peer, Member] = {}
+        self._ended: list[Member] = []  # those whose place another has taken
         try:
-            for me in peers:
-                place = Place(me, layout.counts, pairs, cluster.links, self._folder.name, token, cluster.compute_time_s)
-                self._members.append(start(payload, place))
+            for role, count in self._layout.counts.items():
+                for i in range(count):
+                    self._begin(Peer(role, i))
         except BaseException:  # an interrupt, say: nobody would watch those that have started
             self._end()
             raise
         self._watcher = threading.Thread(target=self._watch, name="distlab-watch", daemon=True)
         self._watcher.start()
 
+    def _begin(self, me: Peer) -> None:
+        """Start one process: the first under this name, or one that takes its place."""
+        dies_at = [c.at_step for c in self._cluster.changes if c.at_step >= 0 and peer_of(c, self._layout) == me]
+        place = Place(
+            me, self._layout.counts, tuple(self._layout.links), self._cluster.links, self._folder.name, self._token,
+            self._cluster.compute_time_s, tuple(self._told), tuple(self._faults.weather(me).said),
+            math.inf if self._told or not dies_at else min(dies_at),
+        )  # fmt: skip
+        member = self._members[me] = start(self._payload, place)
+        self._open_ends |= {member.control: (member, True), member.out: (member, False)}
+
     @property
     def pids(self) -> dict[str, int]:
         """Process ids, by name."""
-        return {str(m.me): m.pid for m in self._members}
+        return {str(m.me): m.pid for m in self._members.values()}
 
     def stop(self) -> None:
-        for member in self._members:
-            with suppress(OSError):  # it may just have ended: the watcher knows
-                member.control.send_bytes(b"stop")
+        self._order("stop")
+        self._end_by_s = min(self._end_by_s, time.monotonic() + self._cluster.failure_timeout_s)
+
+    def change(self, change: Change) -> None:
+        self._new_changes.put(change)
 
     def kill(self, why: str = "LiveRun.kill()") -> None:
         self._killed = self._killed or why
-        for member in self._members:
+        for member in self._members.values():
             member.kill()
         self._over.wait()
 
@@ -146,30 +185,83 @@ class Processes(Launched):
         self._over.set()
 
     def _end(self) -> None:
-        for member in self._members:
+        for member in [*self._members.values(), *self._ended]:
             member.end()
         self._folder.cleanup()
 
     def _pump(self) -> None:
-        """Turn pipes and deaths into events, until every process has ended or one has failed."""
-        open_ends: dict[Any, tuple[Member, bool]] = {}
-        for member in self._members:
-            open_ends |= {member.control: (member, True), member.out: (member, False)}
-        deadline = float("inf")
-        while open_ends and time.monotonic() < deadline:
-            for end in wait(list(open_ends), timeout=0.05):
-                member, is_control = open_ends[end]
+        """Turn pipes, deaths and the scenario into events, until every process has ended or one has failed."""
+        deadline = math.inf
+        while self._open_ends and time.monotonic() < deadline:
+            self._let_come_true()
+            for end in wait(list(self._open_ends), timeout=self._pause_s()):
+                member, is_control = self._open_ends[end]
                 if not (self._hear(member) if is_control else self._print(member)):
-                    del open_ends[end]
+                    del self._open_ends[end]
                     if is_control:
                         self._bury(member)
-            if self._failures and deadline == float("inf"):
+            self._look_for_silence()
+            if self._failures and deadline == math.inf:
                 deadline = time.monotonic() + self._patience()
         if self._failures:
             self._ending.error = self._cause()
-            self._drain(open_ends)
+            self._drain()
         elif not self._ending.outcomes:  # a strategy survives any death, but not all of them
             self._ending.error = self._missed[-1]
+
+    def _pause_s(self) -> float:
+        return min(TICK_S, max(0.0, self._faults.next_s - (time.monotonic() - self._began_s)))
+
+    def _let_come_true(self) -> None:
+        """What the scenario has for this moment. It begins when all have found each other."""
+        now = time.monotonic()
+        if self._began_s == math.inf and all(member.linked for member in self._members.values()):
+            self._began_s = now
+        since_s = now - self._began_s
+        while self._began_s < math.inf and not self._new_changes.empty():
+            change = self._new_changes.get()
+            self._faults.add(replace(change, from_s=change.from_s + since_s, to_s=change.to_s + since_s))
+        for peer, change, begins in self._faults.due(since_s):
+            if (member := self._members.get(peer)) is not None:
+                self._strike(member, change, begins)
+
+    def _strike(self, member: Member, change: Change, begins: bool) -> None:
+        if change.kind == "kill":
+            member.kill()
+        elif change.kind == "revive":
+            self._revive(member)
+        elif change.kind == "pause":
+            member.stopped = begins
+            member.signal(signal.SIGSTOP if begins else signal.SIGCONT)
+        else:
+            member.order("weather", *self._faults.weather(member.me).said)
+
+    def _revive(self, member: Member) -> None:
+        """A new process, in the place of one that has died."""
+        me = member.me
+        if member.control in self._open_ends:  # it is still there, or its death is not yet noticed
+            self.change(Change("revive", me.index, 0.0))
+            return
+        if member.said or self._failures or self._end_by_s < math.inf:
+            return
+        self._ended.append(member)
+        self._tell("came", me)
+        self._begin(me)
+        self._sink.events(notice("revive", self._members[me]))
+        self._sink.output(me, f"{self._members[me]} takes the place of the one that was lost")
+
+    def _look_for_silence(self) -> None:
+        """End whoever gives no sign of life, or does not come to an end."""
+        now, limit = time.monotonic(), self._cluster.failure_timeout_s
+        running = [m for m in self._members.values() if m.control in self._open_ends and not (m.said or m.gave_up)]
+        for member in running:
+            if now - member.heard_s > limit and not member.stopped:
+                member.give_up(f"silent for {limit:g} s, and ended")
+        if now > self._end_by_s:
+            held_up = [m for m in running if self._strategy.survives(m.me)]  # a server only waits for its workers
+            for member in held_up or running:
+                member.give_up(f"not at its end {limit:g} s after the run's, and ended")
+            self._end_by_s = now + limit
 
     def _patience(self) -> float:
         """A lost link is a consequence: its cause may still be on the way. So may the last events of the others."""
@@ -182,11 +274,11 @@ class Processes(Launched):
         known = [error for _, error in self._failures if not isinstance(error, PeerLost)]
         return [*known, *self._missed[::-1], self._failures[0][1]][0]
 
-    def _drain(self, open_ends: dict[Any, tuple[Member, bool]]) -> None:
+    def _drain(self) -> None:
         """Keep what was measured before the failure: events that still lie in the pipes."""
-        for member in self._members:
+        for member in self._members.values():
             member.kill()
-        for member, is_control in open_ends.values():
+        for member, is_control in self._open_ends.values():
             while self._hear(member) if is_control else self._print(member):
                 pass
 
@@ -197,6 +289,7 @@ class Processes(Launched):
         except (EOFError, OSError):
             return False
         kind, body = chr(data[0]), data[1:]
+        member.heard_s = time.monotonic()
         if kind == "e":
             rows = np.frombuffer(body, EVENT)
             member.step = max(member.step, int(rows["step"].max()))
@@ -204,6 +297,9 @@ class Processes(Launched):
             return True
         if kind == "l":
             member.linked = True
+        elif kind == "o":
+            self._end_by_s = min(self._end_by_s, member.heard_s + self._cluster.failure_timeout_s)
+        if kind in "loh":
             return True
         member.said = kind
         if kind == "r":
@@ -232,9 +328,23 @@ class Processes(Launched):
     def _bury(self, member: Member) -> None:
         member.process.join(LEAVE_S)
         if member.said:
+            if member.said == "r":
+                self._tell("left", member.me)
             return
-        self._sink.events(death(member))
-        if member.linked and self._strategy.survives(member.me) and not self._killed:
+        self._sink.events(notice("death", member))
+        has_met = member.linked or not self._layout.links
+        if has_met and self._strategy.survives(member.me) and not self._killed:
             self._missed.append(lost(member))
+            self._sink.output(member.me, f"{self._missed[-1]}; the others go on")
+            self._tell("lost", member.me)
         else:
             self._failures.append((member, lost(member)))
+
+    def _tell(self, what: str, peer: Peer) -> None:
+        """Let all processes know of a change."""
+        self._told.append((what, peer))
+        self._order(what, str(peer))
+
+    def _order(self, *words: str) -> None:
+        for member in list(self._members.values()):
+            member.order(*words)

@@ -6,6 +6,7 @@ guard, and what a notebook cell defines travels by value.
 
 import codecs
 import multiprocessing as mp
+import os
 import signal
 import sys
 import threading
@@ -53,6 +54,9 @@ class Member:
     said: str = ""  # "r" once its result is here, "f" once its failure is
     linked: bool = False  # has it found the others?
     step: int = -1
+    heard_s: float = field(default_factory=time.monotonic)  # when it last gave a sign of life
+    stopped: bool = False  # by a scenario
+    gave_up: str = ""  # why it was ended, if it was
     line: list[str] = field(default_factory=list)  # printed, but not yet ended
     decode: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace").decode)
 
@@ -60,6 +64,21 @@ class Member:
         """End it now; harmless when it has ended."""
         with suppress(ValueError):  # it is closed
             self.process.kill()
+
+    def give_up(self, why: str) -> None:
+        """End it, and say why in the news of its death."""
+        self.gave_up = why
+        self.kill()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; harmless when it has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def order(self, *words: str) -> None:
+        """Send it a command; harmless when it has ended."""
+        with suppress(OSError):
+            self.control.send_bytes(" ".join(words).encode())
 
     def end(self) -> None:
         """End it, wait for that, and give back every descriptor."""
@@ -112,11 +131,11 @@ def rebuild(member: Member, packed: bytes | None, line: str, text: str, step: in
     return error
 
 
-def death(member: Member) -> np.ndarray:
-    """The row of a trace that says when a process died."""
+def notice(kind: str, member: Member) -> np.ndarray:
+    """The row of a trace that says when a process died, or took another's place."""
     rows: list[np.ndarray] = []
     record = Recorder(*member.me, Buffer(rows.append))
-    record("death", time.monotonic(), time.monotonic(), worker=member.me.index, step=member.step)
+    record(kind, time.monotonic(), time.monotonic(), worker=member.me.index, step=member.step)
     record.flush()
     return rows[0]
 
@@ -125,6 +144,7 @@ def lost(member: Member) -> ProcessLost:
     """The error for a process that ended without a word."""
     code = member.process.exitcode
     how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    how = member.gave_up or how
     before = "it reported a step" if member.linked else "it had found the others"
     at = f"at step {member.step} (the last it reported)" if member.step >= 0 else f"before {before}"
     return ProcessLost(f"{member} was lost {at}: {how}")

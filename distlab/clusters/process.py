@@ -6,6 +6,7 @@ this process, at once.
 """
 
 import io
+import math
 import os
 import pickle
 import shutil
@@ -39,6 +40,9 @@ class Place:
     folder: str
     token: int
     pad_s: float
+    told: tuple[tuple[str, Peer], ...] = ()  # changes of the membership, so far
+    weather: tuple[str, ...] = ()
+    dies_at: float = math.inf
 
 
 class Control:
@@ -56,9 +60,15 @@ class Control:
     def listen(self, fabric: TorchFabric, folder: str) -> None:
         """Obey the caller's commands until it is gone; then it has left its folder behind as well."""
         try:
-            while self.pipe.recv_bytes() == b"stop":
-                fabric.stopping = True
-                fabric.wake()
+            while True:
+                word, *rest = self.pipe.recv_bytes().decode().split()
+                if word == "stop":
+                    fabric.stopping = True
+                    fabric.wake()
+                elif word == "weather":
+                    fabric.weather.change(rest)
+                else:
+                    fabric.tell(word, Peer(rest[0], int(rest[1])))
         except (EOFError, OSError):
             pass
         shutil.rmtree(folder, ignore_errors=True)
@@ -72,8 +82,13 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     control = Control(pipe)
     record = Recorder(*place.me, Buffer(lambda rows: control.say("events", rows.tobytes())))
     fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s, folder=place.folder)
+    for what, peer in place.told:
+        fabric.tell(what, peer)
+    fabric.weather.change(list(place.weather))
+    fabric.dies_at = place.dies_at
     threading.Thread(target=control.listen, args=(fabric, place.folder), daemon=True).start()
-    threading.Thread(target=flush_often, args=(record,), daemon=True).start()
+    fabric.on_over = lambda: control.say("over")
+    threading.Thread(target=live, args=(record, control), daemon=True).start()
     try:
         torch.set_num_threads(1)
         outcome = run(payload, place, fabric, lambda: control.say("linked"))
@@ -90,7 +105,7 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
 def run(payload: bytes, place: Place, fabric: TorchFabric, linked: Callable[[], None]) -> Outcome:
     """Unpack the job, make the links, say so, and be what the strategy says."""
     strategy, job = cloudpickle.loads(payload)
-    fabric.connect(place.pairs, links=place.links)
+    fabric.connect(place.pairs, links=place.links, tag=len(place.told))
     linked()
     left: list[Outcome] = []
     fabric.spawn(lambda: left.append(outcome_of(strategy, fabric, job))).join()
@@ -106,11 +121,12 @@ def redirect(out: Connection) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def flush_often(record: Recorder) -> None:
-    """Hand over events every 50 ms; ends with the process."""
+def live(record: Recorder, control: Control) -> None:
+    """Hand over events every 50 ms, and give a sign of life; ends with the process."""
     tick = threading.Event()
     while not tick.wait(FLUSH_S):
         record.flush()
+        control.say("heartbeat")
 
 
 def to_bytes(outcome: Outcome) -> bytes:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from distlab.clusters.base import Cluster, Sink
+from distlab.clusters.scenario import Scenario, peer_of, sentence
 from distlab.clusters.simulated_run import SimulatedRun
 from distlab.fabric import Peer
-from distlab.fabric.laws import Empirical, Gamma, Law, law, positive_number
+from distlab.fabric.laws import Empirical, Gamma, Law, law
 from distlab.fabric.network import Change, Network, Nic
 from distlab.fabric.simulated import SimulatedFabric, World
-from distlab.options import check_count, check_positive, nearest, options
-from distlab.strategies.base import Job, Strategy
+from distlab.options import check_count, nearest
+from distlab.strategies.base import Job, Layout, Strategy
 from distlab.trace import Buffer, Recorder, Trace
 
 
@@ -45,7 +46,7 @@ class _Settings:
     changes: tuple[Change, ...] = ()
 
 
-class SimulatedCluster(Cluster):
+class SimulatedCluster(Scenario, Cluster):
     """`num_workers` workers on a virtual clock. The same seed gives the same run, bit for bit.
 
     Args:
@@ -122,48 +123,20 @@ class SimulatedCluster(Cluster):
         other._settings = replace(other._settings, load=Empirical(times.load_s))
         return other
 
-    @options
-    def slow(self, *, worker: int, factor: float, from_s: float = 0.0, to_s: float = math.inf) -> "SimulatedCluster":
-        """Computing takes this worker `factor` times as long: each gradient that it begins from a moment to another."""
-        return self.changed(Change("slow", worker, from_s, to_s, factor))
+    @property
+    def changes(self) -> tuple[Change, ...]:  # type: ignore[override]
+        return self._settings.changes
 
-    def throttle(
-        self, *, worker: int, factor: float, from_s: float = 0.0, to_s: float = math.inf
-    ) -> "SimulatedCluster":
-        """This worker's NIC has `factor` (below 1) of its bandwidth."""
-        return self.changed(Change("throttle", worker, from_s, to_s, factor))
-
-    @options
-    def partition(self, *, worker: int, from_s: float = 0.0, to_s: float = math.inf) -> "SimulatedCluster":
-        """No message leaves or reaches this worker; those that are sent meanwhile wait."""
-        return self.changed(Change("partition", worker, from_s, to_s))
-
-    @options
-    def kill(self, *, worker: int, at_s: float) -> "SimulatedCluster":
-        """This worker's process ends, without a word."""
-        return self.changed(Change("kill", worker, at_s))
-
-    def changed(self, change: Change) -> "SimulatedCluster":
-        """The same cluster with one more line of its scenario."""
-        check_count("worker", change.worker, least=0)
-        if change.worker >= self.num_workers:
-            raise ValueError(f"there is no worker {change.worker}: this cluster has 0 to {self.num_workers - 1}")
-        for name, seconds in (("from_s or at_s", change.from_s), ("to_s", change.to_s)):
-            positive_number(name, seconds)
-        if not 0 <= change.from_s < math.inf or not change.to_s > change.from_s:
-            raise ValueError(f"a scenario goes from 0 s or later to a later time, got {change.from_s} to {change.to_s}")
-        check_positive("factor", change.factor)
-        if change.kind == "throttle" and change.factor > 1:
-            raise ValueError(f"factor must be at most 1, the whole bandwidth, got {change.factor}")
+    def _with(self, changes: tuple[Change, ...]) -> "SimulatedCluster":
         other = SimulatedCluster(self.num_workers)
-        other._settings = replace(self._settings, changes=(*self._settings.changes, change))
+        other._settings = replace(self._settings, changes=changes)
         return other
 
     def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> "SimulatedRun":
         self.check_open()
         if strategy.real_only:
             raise ValueError(f"on a simulated cluster this cannot be had: {strategy.real_only}")
-        return SimulatedRun(lambda: self.build(strategy, job, sink), strategy, job, paused)
+        return SimulatedRun(self, strategy, job, sink, paused)
 
     def laws(self, me: Peer) -> dict[str, Law]:
         """How long each kind of work takes on a process."""
@@ -178,24 +151,22 @@ class SimulatedCluster(Cluster):
         layout = strategy.layout(self.num_workers)
         peers = [Peer(role, i) for role, count in layout.counts.items() for i in range(count)]
         for number, me in enumerate(peers):
-            changes = [c for c in self._settings.changes if me.role in COMPUTES and c.worker == me.index]
-            record = Recorder(*me, world.events)
-            node = SimulatedFabric(
-                world,
-                me,
-                layout.counts,
-                record,
-                laws=self.laws(me),
-                changes=changes,
-                seed=[self._settings.seed, number],
-            )
-            world.nodes[me], world.nics[me] = node, Nic(self._settings.network, changes)
+            changes = [c for c in self.changes if peer_of(c, layout) == me]
+            world.nics[me] = Nic(self._settings.network, changes)
+            world.nodes[me] = self.node(world, me, layout, changes, seed=[self._settings.seed, number])
         for a, b in layout.links:
             ends = [(p, q) for p in peers if p.role == a for q in peers if q.role == b]
             for p, q in ends:
                 if a != b or p.index < q.index:
                     world.nodes[p].connect(q)
         return world
+
+    def node(
+        self, world: World, me: Peer, layout: Layout, changes: list[Change], seed: list[int]
+    ) -> SimulatedFabric:  # fmt: skip
+        """One process of a world."""
+        record, laws = Recorder(*me, world.events), self.laws(me)
+        return SimulatedFabric(world, me, layout.counts, record, laws=laws, changes=changes, seed=seed)
 
 
 def _laws(compute: Any, num_workers: int) -> tuple[Law, ...]:
@@ -205,13 +176,3 @@ def _laws(compute: Any, num_workers: int) -> tuple[Law, ...]:
     if len(compute) != num_workers:
         raise ValueError(f"compute has {len(compute)} laws for {num_workers} workers")
     return tuple(law(one) for one in compute)
-
-
-def sentence(change: Change) -> str:
-    """A line of a scenario, as it is written."""
-    if change.kind == "kill":
-        return f".kill(worker={change.worker}, at_s={change.from_s:g})"
-    factor = "" if change.kind == "partition" else f", factor={change.factor:g}"
-    start = f", from_s={change.from_s:g}" if change.from_s else ""
-    end = f", to_s={change.to_s:g}" if change.to_s < math.inf else ""
-    return f".{change.kind}(worker={change.worker}{factor}{start}{end})"

@@ -5,31 +5,51 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor
 
-from distlab.clusters.base import Ending, Launched
+from distlab.clusters.base import Ending, Launched, Sink
+from distlab.clusters.scenario import peer_of
 from distlab.errors import ProcessLost, RemoteError
 from distlab.fabric import Peer
+from distlab.fabric.network import Change
 from distlab.fabric.simulated import SimulatedFabric, World
 from distlab.options import check_count
 from distlab.randomness import undisturbed
-from distlab.strategies.base import Job, Strategy, outcome_of
+from distlab.strategies.base import Job, Layout, Strategy, outcome_of
 
 FLUSH_S = 0.05  # events are handed over this often, as those of real processes are
 GIVE_UP_S = 2.0  # how long `kill` waits for user code that may never come back
 
 
+class Builder(Protocol):
+    """Who makes a world and its processes: a simulated cluster."""
+
+    num_workers: int
+
+    def build(self, strategy: Strategy, job: Job, sink: Sink) -> World:
+        """A world with every process at its first line."""
+
+    def node(self, world: World, me: Peer, layout: Layout, changes: list[Change], seed: list[int]) -> SimulatedFabric:
+        """One process."""
+
+
 class SimulatedRun(Launched):
     """A simulated run, in a thread of its own, which can be paused and stepped."""
 
-    def __init__(self, build: Callable[[], World], strategy: Strategy, job: Job, paused: bool) -> None:
-        self._build, self._strategy, self._job = build, strategy, job
+    def __init__(self, cluster: "Builder", strategy: Strategy, job: Job, sink: Sink, paused: bool) -> None:
+        self._cluster, self._strategy, self._job, self._sink = cluster, strategy, job, sink
+        self._layout = strategy.layout(cluster.num_workers)
         self._ending, self._over = Ending(), threading.Event()
         self._turn = threading.Condition()
         self._allowed: float = 0 if paused else math.inf  # events that may still happen before the next pause
         self._orders: list[Callable[[], None]] = []
         self._killed = ""  # by whom
+        self._told: list[tuple[str, Peer]] = []  # changes of the membership
+        self._awaited: set[Peer] = set()  # those that come back as soon as they have died
+        self._lives = 0  # processes that took another's place
         self.world: World | None = None
         self.events = 0  # that have happened
         self._thread = threading.Thread(target=self._run, name="distlab-simulation", daemon=True)
@@ -99,12 +119,13 @@ class SimulatedRun(Launched):
             self._turn.notify_all()
 
     def _simulate(self) -> None:
-        world = self.world = self._build()
+        world = self.world = self._cluster.build(self._strategy, self._job, self._sink)
+        world.kill = self._kill
         for me, node in world.nodes.items():
             node.spawn(self._program, me, node)
+        for node in list(world.nodes.values()):
             for change in node.changes:
-                if change.kind == "kill":
-                    world.at(change.from_s, lambda _, node=node: self._kill(node))  # type: ignore[misc]
+                self._schedule(change)
         try:
             self._let_happen(world)
         finally:
@@ -117,6 +138,54 @@ class SimulatedRun(Launched):
                 error = RemoteError("".join(traceback.format_exception_only(error)).strip())
             error.add_note(f"raised on {me} at {world.env.now:.6g} s of virtual time")
             raise error
+
+    def change(self, change: Change) -> None:
+        self._order(lambda: self._change(change))
+
+    def _change(self, change: Change) -> None:
+        """A line that is said while the run is on."""
+        world = self.world
+        assert world is not None, "nothing is ordered before there is a world"
+        if (node := world.nodes.get(peer_of(change, self._layout))) is not None:
+            now = world.env.now
+            node.changes.append(replace(change, from_s=now + change.from_s, to_s=now + change.to_s))
+            self._schedule(node.changes[-1])
+
+    def _schedule(self, change: Change) -> None:
+        world, peer = self.world, peer_of(change, self._layout)
+        assert world is not None
+        if change.kind == "kill" and change.at_step < 0:
+            world.at(change.from_s, lambda _: self._kill(world.nodes[peer]))
+        elif change.kind == "revive":
+            world.at(change.from_s, lambda _: self._revive(world, peer))
+
+    def _revive(self, world: World, peer: Peer) -> None:
+        """A new process, in the place of one that has died."""
+        old = world.nodes[peer]
+        if not old.dead:
+            self._awaited.add(peer)
+            return
+        if not self._strategy.survives(peer):
+            return
+        self._lives += 1
+        changes = [c for c in old.changes if c.at_step < 0]  # or it would die at that step again
+        world.nics[peer].changes = changes
+        node = self._cluster.node(world, peer, self._layout, changes, seed=[self._lives, peer.index])
+        for what, other in self._told:
+            node.tell(what, other)
+        world.nodes[peer] = node
+        node.record("revive", node.now(), node.now(), worker=peer.index)
+        self._tell("came", peer)
+        era = node.members.era
+        for a, b in self._layout.links:
+            for other in [p for p in world.nodes if a != b and {p.role, peer.role} == {a, b}]:
+                node.relink([other], tag=era, unless=lambda: False)
+        node.spawn(self._program, peer, node)
+
+    def _tell(self, what: str, peer: Peer) -> None:
+        self._told.append((what, peer))
+        for node in self.world.nodes.values() if self.world is not None else ():
+            node.tell(what, peer)
 
     def _let_happen(self, world: World) -> None:
         told_s = time.monotonic()
@@ -132,6 +201,7 @@ class SimulatedRun(Launched):
 
     def _program(self, me: Peer, node: SimulatedFabric) -> None:
         self._ending.outcomes[me] = outcome_of(self._strategy, node, self._job)
+        self._tell("left", me)
 
     def _close_logs(self) -> None:
         """Of processes, too, whose code stands still because another has failed."""
@@ -153,6 +223,10 @@ class SimulatedRun(Launched):
             lost = ProcessLost(f"{node.me} was lost at {now:.6g} s: killed by the scenario")
             node.world.failure = (node.me, lost)
         node.kill()
+        self._tell("lost", node.me)
+        if node.me in self._awaited:
+            self._awaited.remove(node.me)
+            node.world.at(now, lambda _: self._revive(node.world, node.me))
 
     def _wait_for_turn(self) -> None:
         if self._allowed <= 0:

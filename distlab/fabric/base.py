@@ -19,21 +19,12 @@ import torch
 from torch import Tensor
 
 from distlab.errors import BadMessage, DistlabError
+from distlab.fabric.membership import Membership, Peer
 from distlab.flat import Vector
 from distlab.trace import Recorder
 
 NUM_COUNTS = 8  # of `Shared`
 ALWAYS = object()  # for `Fabric.timed`: to be done even where nothing is computed, as messages or versions depend on it
-
-
-class Peer(NamedTuple):
-    """A process of a run: its role and its number in that role."""
-
-    role: str
-    index: int  # type: ignore[assignment]  # a tuple has a method of that name, which nobody needs here
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.index}"
 
 
 class Kind(IntEnum):
@@ -52,6 +43,7 @@ class Kind(IntEnum):
     OUTPUTS = 9  # replica to client: what its modules said
     BACKWARD = 10  # client to replica: the gradient of the loss by those outputs
     APPLY = 14  # client to replica: make an update of your gradients
+    GONE = 15  # this end will be used no more (handled by the link)
     GROW = 11  # the next message is longer than any before (handled by the link)
 
 
@@ -87,6 +79,14 @@ class Link(ABC):
     @abstractmethod
     def flush(self) -> None:
         """Wait until what was posted has left; PeerLost if the peer is gone."""
+
+    @abstractmethod
+    def hang_up(self, largest_bytes: int = 0) -> None:
+        """Use this link no more: whoever waits at either end, now or later, gets PeerLost.
+
+        Args:
+            largest_bytes: of a message that may still be on its way here.
+        """
 
     @abstractmethod
     def recv(self) -> Message:
@@ -197,6 +197,7 @@ class Fabric(ABC):
         step: the batch that this process is at, for whoever must name it; -1 before the first.
         flat: the parameters that this process holds, for whoever looks into a paused run.
         chief: who evaluates and logs on this process, for whoever ends it.
+        members: who takes part, as far as this process has been told.
     """
 
     parallel: ClassVar[bool] = True
@@ -207,6 +208,7 @@ class Fabric(ABC):
     step: int = field(default=-1, init=False)
     flat: Vector | None = field(default=None, init=False)
     chief: Any = field(default=None, init=False)
+    members: Membership = field(default_factory=Membership, init=False)
 
     @abstractmethod
     def now(self) -> float:
@@ -221,8 +223,32 @@ class Fabric(ABC):
         """The link to one process."""
 
     def links(self, role: str) -> list[Link]:
-        """The links to every process of a role but this one, by index."""
-        return [self.link(role, i) for i in range(self.counts[role]) if (role, i) != self.me]
+        """The links to every process of a role but this one, by index; those that are gone are left out."""
+        return [self.link(*peer) for peer in self.members.present(self.others(role))]
+
+    def others(self, role: str) -> list[Peer]:
+        """Every process of a role but this one, by index, there or not."""
+        return [Peer(role, i) for i in range(self.counts[role]) if (role, i) != self.me]
+
+    @abstractmethod
+    def relink(self, peers: Sequence[Peer], *, tag: int, unless: Callable[[], bool]) -> None:
+        """Make new links to `peers`, and wait for them: they do the same, under the same `tag`.
+
+        Raises:
+            PeerLost: `unless` holds before they have come. It must read only the membership.
+        """
+
+    def tell(self, what: str, peer: Peer) -> None:
+        """Hear a change of the membership."""
+        self.members.tell(what, peer)
+        self.wake()
+
+    def over(self) -> None:  # noqa: B027
+        """Say that the last update is made: whoever does not come to its end soon now is stuck."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Let whoever waits in `until` look again."""
 
     @abstractmethod
     def spawn(self, function: Callable[..., None], *args: Any) -> Running:

@@ -5,7 +5,11 @@ once, and by nobody else. All of a process's links share one gloo device that li
 each other through a file in a directory that only this user can read, so nothing listens for strangers.
 """
 
-from collections.abc import Callable, Iterable
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +20,13 @@ from torch import Tensor
 from distlab.errors import BadMessage, PeerLost
 from distlab.fabric import wire
 from distlab.fabric.base import Kind, Link, Message, Peer
+from distlab.fabric.weather import Weather
 
 Gloo: Any = dist.ProcessGroupGloo  # its type stubs leave out most of it
 LOOPBACK_ADDRESS = "127.0.0.1"
 FIRST_BYTES = 1 << 16  # a link's first buffers; they grow with the messages
 DIRECT_BYTES = 1 << 18  # from here on, what is lent travels after its header, from memory to memory
+RETRY_S = 1e-3  # until the others have come
 FOREVER = timedelta(days=365)  # a gloo receive that times out closes its link for good, so none ever does
 
 
@@ -36,16 +42,19 @@ class GlooLink(Link):
     """A link over a gloo group: `rank` is the peer's number in it."""
 
     def __init__(self, group: Any, rank: int, me: Peer, peer: Peer, token: int) -> None:
-        self.peer = peer
+        self.peer, self.weather = peer, Weather()
         self._group, self._rank, self._me, self._token = group, rank, me, token
         self._out, self._in = _buffer(FIRST_BYTES), _buffer(FIRST_BYTES)
         self._head_out, self._head_in = _buffer(wire.HEAD_BYTES), _buffer(wire.HEAD_BYTES)
         self._spare = torch.empty(0)
+        self._over = self._closed = False  # has this end hung up? has the other?
         self._leaving: list[tuple[Any, Tensor]] = []  # sends under way, and the memory that they read
 
     def put(self, message: Message) -> int:
+        self._check_open()
         self.flush()
         size = wire.size(message.tensors)
+        self.weather.hold_up(size)
         if size > self._out.numel():
             self._grow(size)
         self._start(message)
@@ -55,10 +64,31 @@ class GlooLink(Link):
         while self._leaving:
             self._finish(self._leaving.pop(0)[0])
 
+    def hang_up(self, largest_bytes: int = 0) -> None:
+        """gloo's waits cannot be broken off: what is on its way here is taken, and the word that this was all sent."""
+        if not self._over:
+            self._over = True
+            threading.Thread(target=self._say_goodbye, args=(largest_bytes,), daemon=True).start()
+
+    def _say_goodbye(self, largest_bytes: int) -> None:
+        last, scratch = _buffer(wire.HEAD_BYTES), _buffer(max(largest_bytes + wire.HEAD_BYTES, self._in.numel()))
+        with suppress(PeerLost, BadMessage):
+            size = wire.encode(last, Message(Kind.GONE), self._me, self._token)
+            self._leaving.append((self._attempt(self._group.send, [last[:size]]), last))
+            while True:
+                self._finish(self._attempt(self._group.recv, [scratch]))
+                if wire.is_goodbye(scratch):
+                    return
+
     def recv(self) -> Message:
+        self._check_open()
         self._finish(self._attempt(self._group.recv, [self._in]))
         message = wire.decode(self._in, self.peer, self._token)
+        if message.kind is Kind.GONE:
+            self._closed = True
+            raise PeerLost(str(self.peer))
         if message.kind is not Kind.GROW:
+            self.weather.hold_up(message.num_bytes)
             return message
         if not 0 < message.version <= wire.MAX_BYTES:
             raise BadMessage(f"{self.peer} announces a message of {message.version} bytes")
@@ -69,6 +99,7 @@ class GlooLink(Link):
         if size_of(tensor) < DIRECT_BYTES:
             return super().lend(tensor)
         self.flush()
+        self.weather.hold_up(size_of(tensor))
         wire.encode_head(self._head_out, Message(Kind.DATA, [tensor]), self._me, self._token)
         for part in (self._head_out, tensor.view(torch.uint8)):
             self._leaving.append((self._attempt(self._group.send, [part]), part))
@@ -77,19 +108,29 @@ class GlooLink(Link):
     def recv_lent(self, like: Tensor) -> Tensor:
         if size_of(like) < DIRECT_BYTES:
             return super().recv_lent(like)
-        if (self._spare.numel(), self._spare.dtype) != (like.numel(), like.dtype):
+        if self._spare.numel() < like.numel() or self._spare.dtype != like.dtype:
             self._spare = torch.empty_like(like)
-        self.recv_into(self._spare)
-        return self._spare
+        spare = self._spare[: like.numel()]
+        self.recv_into(spare)
+        return spare
 
     def recv_into(self, tensor: Tensor) -> None:
         if size_of(tensor) < DIRECT_BYTES:
             return super().recv_into(tensor)
+        self._check_open()
         head, body = [self._attempt(self._group.recv, [t]) for t in (self._head_in, tensor.view(torch.uint8))]
         self._finish(head)
+        if wire.is_goodbye(self._head_in):
+            self._closed = True
+            raise PeerLost(str(self.peer))
         wire.check_head(self._head_in, tensor, self.peer, self._token)
         self._finish(body)
+        self.weather.hold_up(size_of(tensor))
         return None
+
+    def _check_open(self) -> None:
+        if self._closed or self._over:
+            raise PeerLost(str(self.peer))
 
     def _grow(self, size: int) -> None:
         self._start(Message(Kind.GROW, version=size))  # not awaited: the peer may be about to post as well
@@ -122,26 +163,35 @@ def _buffer(num_bytes: int) -> Tensor:
 
 
 class Meeting:
-    """Where the processes of a run find each other: a store in a file.
+    """Where processes find each other: a store in a file of the run's folder."""
 
-    Args:
-        counts: how many processes each role has.
-    """
+    def __init__(self, folder: str, me: Peer, token: int) -> None:
+        self._store = dist.PrefixStore(str(token), dist.FileStore(os.path.join(folder, "store"), -1))
+        self._me, self._token, self._options = me, token, gloo_options(LOOPBACK_ADDRESS)
 
-    def __init__(self, store: dist.Store, me: Peer, counts: dict[str, int], token: int) -> None:
-        self._store, self._me, self._counts, self._token = store, me, counts, token
-        self._options = gloo_options(LOOPBACK_ADDRESS)
+    def meet(
+        self, peers: Sequence[Peer], *, tag: int = 0, unless: Callable[[], bool] = lambda: False
+    ) -> dict[Peer, GlooLink]:
+        """A link to each of `peers`, who call for the same `tag`: within a role over one group for all.
 
-    def pair(self, peer: Peer) -> dict[Peer, GlooLink]:
-        """The link to a process of another role: a group of two."""
-        low, high = sorted([self._me, peer])
-        group = self._group(f"{low}-{high}", int(self._me == high), 2)
-        return {peer: GlooLink(group, int(self._me == low), self._me, peer, self._token)}
+        Raises:
+            PeerLost: `unless` holds before all have come.
+        """
+        self._store.set(f"{tag}/{self._me}", "here")
+        while not all(self._store.check([f"{tag}/{peer}"]) for peer in peers):
+            if unless():
+                raise PeerLost("another process")
+            time.sleep(RETRY_S)
+        alike = sorted(peer for peer in peers if peer.role == self._me.role)
+        groups = [[self._me, peer] for peer in sorted(peers) if peer not in alike] + [[self._me, *alike]] * bool(alike)
+        made = [self._links(tag, sorted(group)) for group in groups]
+        return {peer: link for links in made for peer, link in links.items()}
 
-    def mesh(self, peers: Iterable[Peer]) -> dict[Peer, GlooLink]:
-        """The links to all other processes of the same role: one group for all."""
-        group = self._group(f"{self._me.role}s", self._me.index, self._counts[self._me.role])
-        return {peer: GlooLink(group, peer.index, self._me, peer, self._token) for peer in peers}
+    def wake(self) -> None:
+        """`meet` looks by itself."""
 
-    def _group(self, name: str, rank: int, size: int) -> Any:
-        return Gloo(dist.PrefixStore(f"{self._token}/{name}", self._store), rank, size, self._options)
+    def _links(self, tag: int, group: list[Peer]) -> dict[Peer, GlooLink]:
+        name = f"{tag}/{'-'.join(map(str, group))}"
+        made = Gloo(dist.PrefixStore(name, self._store), group.index(self._me), len(group), self._options)
+        others = [(rank, peer) for rank, peer in enumerate(group) if peer != self._me]
+        return {peer: GlooLink(made, rank, self._me, peer, self._token) for rank, peer in others}

@@ -11,28 +11,24 @@ import select
 import socket
 import struct
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distlab.errors import BadMessage, DistlabError, PeerLost
+from distlab.errors import BadMessage, PeerLost
 from distlab.fabric import wire
 from distlab.fabric.base import Link, Message, Peer
-from distlab.trace import ROLES
+from distlab.fabric.weather import Weather
 
 NUM_SLOTS = 2
 SLOT_BYTES = 1 << 16  # at least; a longer message gets a new slot
 SPIN_S = 50e-6  # a bell that rings so soon is heard without a sleep: a sleeping core wakes in 10 to 500 microseconds
 FREE = 0  # the receiver's word for a slot; the sender's is the size of what lies in it
 NUMBER = struct.Struct("<q")
-HELLO = struct.Struct("<QQqq")  # magic token role index
-HELLO_S = 5.0  # how long a stranger may keep quiet
-RETRY_S = 1e-3  # until the other end listens
 
 
 class Bell:
@@ -48,6 +44,11 @@ class Bell:
             socket.send_fds(self._end, [NUMBER.pack(number)], fds) if fds else self._end.send(NUMBER.pack(number))
         except OSError as error:
             raise PeerLost(str(self._peer)) from error
+
+    def hang_up(self) -> None:
+        """Let everybody hear, at both ends, that there will be no more."""
+        with suppress(OSError):  # the other end has done so
+            self._end.shutdown(socket.SHUT_RDWR)
 
     def hear(self) -> tuple[int, list[int]]:
         """Wait for a number, and the file descriptors that come with it; PeerLost if none will come."""
@@ -125,102 +126,28 @@ class MemoryLink(Link):
     """A link over two bells, one for each direction."""
 
     def __init__(self, outgoing: socket.socket, incoming: socket.socket, *, me: Peer, peer: Peer, token: int) -> None:
+        self.weather = Weather()
         self.peer, self._me, self._token = peer, me, token
-        self._out, self._in = Outgoing(Bell(outgoing, peer)), Incoming(Bell(incoming, peer), peer)
+        self._bells = Bell(outgoing, peer), Bell(incoming, peer)
+        self._out, self._in = Outgoing(self._bells[0]), Incoming(self._bells[1], peer)
 
     def put(self, message: Message) -> int:
         size = wire.size(message.tensors)
+        self.weather.hold_up(size)
         self._out.put(size, lambda slot: wire.encode(slot, message, self._me, self._token))
         return size
 
     def flush(self) -> None:
         """What was posted has been copied."""
 
+    def hang_up(self, largest_bytes: int = 0) -> None:
+        for bell in self._bells:
+            bell.hang_up()
+
     def recv(self) -> Message:
-        return wire.decode(self._in.take(), self.peer, self._token)
-
-
-class Door:
-    """Where a process's links come in: a Unix socket in the run's folder, which only this user can enter.
-
-    Of two processes the higher calls and the lower opens. Who does not say hello as one of the run's is turned away.
-
-    Args:
-        peers: all that this process is to have a link to.
-
-    Attributes:
-        refused: how many were turned away.
-    """
-
-    def __init__(self, folder: str, me: Peer, peers: Iterable[Peer], token: int) -> None:
-        self._folder, self._me, self._token = folder, me, token
-        self._expected = {hello(peer, token): peer for peer in peers if peer > me}
-        self._links: dict[Peer, MemoryLink] = {}
-        self._came, self.refused = threading.Condition(), 0
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            self._socket.bind(address(folder, me))
-        except OSError as error:
-            raise DistlabError(
-                f"no links through memory in {folder} ({error}): set TMPDIR to a shorter path, or use "
-                f'LocalCluster(links="gloo")'
-            ) from error
-        self._socket.listen()
-        threading.Thread(target=self._open, daemon=True).start()
-
-    def meet(self, peers: Iterable[Peer]) -> dict[Peer, MemoryLink]:
-        """A link to each of `peers`, once all have come."""
-        called = {peer: self._call(peer) for peer in peers if peer < self._me}
-        with self._came:
-            self._came.wait_for(lambda: len(self._links) == len(self._expected))
-            return called | self._links
-
-    def _call(self, peer: Peer) -> MemoryLink:
-        outgoing = socket.socket(socket.AF_UNIX)
-        while outgoing.connect_ex(address(self._folder, peer)):
-            time.sleep(RETRY_S)
-        incoming, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(outgoing, [hello(self._me, self._token)], [theirs.fileno()])
-        return MemoryLink(outgoing, incoming, me=self._me, peer=peer, token=self._token)
-
-    def _open(self) -> None:
-        while True:
-            caller, _ = self._socket.accept()
-            threading.Thread(target=self._greet, args=(caller,), daemon=True).start()
-
-    def _greet(self, caller: socket.socket) -> None:
-        """Let one in, or not. A thread of its own, since a stranger may say nothing."""
-        caller.settimeout(HELLO_S)
-        try:
-            said, fds, _, _ = socket.recv_fds(caller, HELLO.size, 1)
-        except OSError:
-            said, fds = b"", []
-        caller.settimeout(None)
-        with self._came:
-            peer = self._expected.get(said)
-            if peer is None or peer in self._links or not fds:
-                self._refuse(caller, fds)
-                return
-            outgoing = socket.socket(fileno=fds[0])
-            self._links[peer] = MemoryLink(outgoing, caller, me=self._me, peer=peer, token=self._token)
-            self._came.notify_all()
-
-    def _refuse(self, caller: socket.socket, fds: list[int]) -> None:
-        self.refused += 1
-        caller.close()
-        for fd in fds:
-            os.close(fd)
-
-
-def hello(me: Peer, token: int) -> bytes:
-    """The first words on a link."""
-    return HELLO.pack(wire.MAGIC, token, ROLES.index(me.role), me.index)
-
-
-def address(folder: str, peer: Peer) -> str:
-    """Where a process listens."""
-    return os.path.join(folder, f"{peer.role}-{peer.index}")
+        message = wire.decode(self._in.take(), self.peer, self._token)
+        self.weather.hold_up(message.num_bytes)
+        return message
 
 
 if hasattr(os, "memfd_create"):

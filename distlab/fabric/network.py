@@ -42,7 +42,8 @@ class Change:
     """A stretch of time in which something about one worker is different: one line of a scenario.
 
     `kind` is "slow" (computing takes `factor` times as long), "throttle" (its NIC has `factor` of its bandwidth),
-    "partition" (it is cut off) or "kill" (at `from_s`).
+    "delay" (its messages take `by_s` longer), "partition" (it is cut off), "pause" (it stands still), "kill" (at
+    `from_s`, or when it begins its step `at_step`) or "revive". `role` may be another one than "worker" for a "kill".
     """
 
     kind: str
@@ -50,6 +51,9 @@ class Change:
     from_s: float
     to_s: float = math.inf
     factor: float = 1.0
+    by_s: float = 0.0
+    role: str = "worker"
+    at_step: int = -1
 
     def holds(self, now: float) -> bool:
         """Is it so now?"""
@@ -75,9 +79,21 @@ class Nic:
     def connected_from(self, now: float) -> float:
         """The first moment from `now` on at which it is not cut off."""
         for change in sorted(self.changes, key=lambda c: c.from_s):
-            if change.kind == "partition" and change.holds(now):
+            if change.kind in ("partition", "pause") and change.holds(now):
                 now = change.to_s
         return now
+
+    def delay_s(self, now: float) -> float:
+        """What a message takes longer at this moment."""
+        return sum(c.by_s for c in self.changes if c.kind == "delay" and c.holds(now)) if self.changes else 0.0
+
+
+def standing_still(changes: list[Change], start_s: float, end_s: float) -> float:
+    """When work that would take from `start_s` to `end_s` is done, if the process stands still meanwhile."""
+    for pause in sorted((c for c in changes if c.kind == "pause"), key=lambda c: c.from_s):
+        if pause.from_s < end_s and pause.to_s > start_s:
+            end_s += pause.to_s - max(pause.from_s, start_s)
+    return end_s
 
 
 class Traffic:
@@ -103,7 +119,7 @@ class Traffic:
             return math.inf  # cut off for good: it never leaves
         gone = start + num_bytes / out.rate(start)
         out.out_free_s = gone
-        latency = out.network.latency_s
+        latency = out.network.latency_s + out.delay_s(start) + into.delay_s(start)
         if out.network.bandwidth_bytes_per_s == math.inf:
             self._at(start + latency, deliver)
         else:

@@ -21,7 +21,7 @@ from distlab.errors import Deadlock, PeerLost
 from distlab.fabric import wire
 from distlab.fabric.base import ALWAYS, NUM_COUNTS, Fabric, Link, Message, Parts, Peer, Running, Shared, Timed
 from distlab.fabric.laws import Law
-from distlab.fabric.network import Change, Nic, Traffic
+from distlab.fabric.network import Change, Nic, Traffic, standing_still
 from distlab.randomness import Randomness
 from distlab.trace import Buffer, Recorder
 
@@ -50,6 +50,7 @@ class World:
         self.failure: tuple[Peer, BaseException] | None = None
         self.current: Task | None = None
         self.running = 0  # tasks that have not ended
+        self.kill: Callable[[SimulatedFabric], None] = SimulatedFabric.kill  # what a scenario does to a process
 
     def at(self, when: float, function: Callable[[Any], None]) -> None:
         """Call `function` at a time, not before now."""
@@ -173,6 +174,14 @@ class SimulatedLink(Link):
             waiter, self.waiter = self.waiter, None
             waiter.resume(waiter.pending)
 
+    def hang_up(self, largest_bytes: int = 0) -> None:
+        self.closed = self.other.closed = True
+        self.node.world.at(self.node.now(), self._wake_both)  # only the clock may switch to another task
+
+    def _wake_both(self, _: Any) -> None:
+        self.wake()
+        self.other.wake()
+
     def recv(self) -> Message:
         self.node.check_alive()
         while not self.inbox:
@@ -247,6 +256,7 @@ class SimulatedFabric(Fabric):
         self.tasks: list[Task] = []
         self.dead = False
         self._links: dict[Peer, SimulatedLink] = {}
+        self._made: set[tuple[int, Peer]] = set()  # links that the other end has asked for
         self._locks: dict[str, Lock] = {}
         self._waiting: list[tuple[Callable[[], bool], simpy.Event]] = []
         self._units: dict[Any, tuple[float, float]] = {}  # work that is done in parts: its time, the share left
@@ -276,6 +286,17 @@ class SimulatedFabric(Fabric):
         mine.other, theirs.other = theirs, mine
         self._links[peer] = mine
         self.world.nodes[peer]._links[self.me] = theirs
+
+    def relink(self, peers: Sequence[Peer], *, tag: int, unless: Callable[[], bool]) -> None:
+        """A link is there as soon as one end asks for it: messages wait for the other."""
+        for peer in peers:
+            if (tag, peer) not in self._made:
+                if peer in self._links:  # the other end may wait on the one before
+                    self._links[peer].hang_up()
+                self.connect(peer)
+                self.world.nodes[peer]._made.add((tag, self.me))
+            if self.world.nodes[peer].dead:
+                self._links[peer].closed = True
 
     def link(self, role: str, index: int) -> Link:
         return self._links[Peer(role, index)]
@@ -311,6 +332,7 @@ class SimulatedFabric(Fabric):
         self, kind: str, function: Callable[[], Any], share: float = 1.0, idle: Any = None, unless: Link | None = None,
         parts: Parts | None = None,
     ) -> Timed:  # fmt: skip
+        self._die_at_its_step(kind)
         start, seconds = self.now(), self._seconds(kind, share)
         skip = self.world.hollow and idle is not ALWAYS
         work = (lambda: idle) if skip else (lambda: self.randomness.around(function))
@@ -324,7 +346,14 @@ class SimulatedFabric(Fabric):
             self._pass(start + seconds, kind)
         return Timed(work(), start, self.now())  # at the end: what it changes, and what its caller says, are one moment
 
+    def _die_at_its_step(self, kind: str) -> None:
+        if kind == "compute" and any(c.kind == "kill" and 0 <= c.at_step <= self.step for c in self.changes):
+            self.world.at(self.now(), lambda _: self.world.kill(self))
+            self.block(None, "its end")
+
     def _pass(self, until_s: float, kind: str) -> None:
+        if self.changes:
+            until_s = standing_still(self.changes, self.now(), until_s)
         if until_s > self.now():
             self.block(self.world.env.timeout(until_s - self.now()), f"its own {kind}")
 

@@ -1,7 +1,9 @@
 """The real world: processes with links through memory or over gloo, threads, the wall clock."""
 
 import fcntl
+import math
 import os
+import signal
 import socket
 import threading
 import time
@@ -14,8 +16,9 @@ import torch.distributed as dist
 
 from distlab.errors import DistlabError
 from distlab.fabric.base import NUM_COUNTS, Fabric, Link, Parts, Peer, Running, Shared, Timed
+from distlab.fabric.door import Door
 from distlab.fabric.gloo_link import Meeting
-from distlab.fabric.memory_link import Door
+from distlab.fabric.weather import Weather
 from distlab.randomness import seed_all
 from distlab.trace import Recorder
 
@@ -70,32 +73,40 @@ class TorchFabric(Fabric):
     ) -> None:  # fmt: skip
         super().__init__(me, counts, record)
         self._token, self._pad_s, self._folder = token, pad_s, folder
+        self._meeting: Door | Meeting | None = None
+        self.on_over: Callable[[], None] = lambda: None
+        self.weather, self.dies_at = Weather(), math.inf  # what a scenario does to this process; it ends at that step
         self._links: dict[Peer, Link] = {}
         self._locks: dict[str, threading.RLock] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
 
-    def connect(self, pairs: Sequence[tuple[str, str]], *, links: str = "memory") -> None:
-        """Make this process's links, and wait for the other ends: between every process of the first role of a
-        pair and every one of the second; within one role, between all. Through "memory" or "gloo"."""
-        assert self._folder is not None, "processes of several hosts cannot meet in a folder"
-        roles = {b if self.me.role == a else a for a, b in pairs if self.me.role in (a, b)}
-        peers = {Peer(role, i) for role in roles for i in range(self.counts[role])} - {self.me}
-        if links == "memory":
-            self._links |= Door(self._folder, self.me, peers, self._token).meet(peers)
-        else:
-            self._meet(
-                Meeting(dist.FileStore(os.path.join(self._folder, "store"), -1), self.me, self.counts, self._token),
-                peers,
-            )
+    def connect(self, pairs: Sequence[tuple[str, str]], *, links: str = "memory", tag: int = 0) -> None:
+        """Make this process's first links, and wait for the other ends: between every process of the first role of
+        a pair and every one of the second; within one role, between all.
 
-    def _meet(self, meeting: Meeting, peers: set[Peer]) -> None:
-        alike = {peer for peer in peers if peer.role == self.me.role}
-        tasks = [self.spawn(lambda peer=peer: self._links.update(meeting.pair(peer))) for peer in peers - alike]
-        if alike:
-            tasks.append(self.spawn(lambda: self._links.update(meeting.mesh(alike))))
-        for task in tasks:
-            task.join()
+        Args:
+            links: through "memory", or over "gloo".
+            tag: of this process's coming; one that has come back leaves the links within its role to its group.
+        """
+        assert self._folder is not None, "processes of several hosts cannot meet in a folder"
+        self._meeting = (Door if links == "memory" else Meeting)(self._folder, self.me, self._token)
+        roles = {b if self.me.role == a else a for a, b in pairs if self.me.role in (a, b)}
+        peers = [peer for role in sorted(roles) for peer in self.others(role) if not tag or role != self.me.role]
+        self.relink(self.members.present(peers), tag=tag, unless=lambda: False)
+
+    def relink(self, peers: Sequence[Peer], *, tag: int, unless: Callable[[], bool]) -> None:
+        assert self._meeting is not None, "there were no links yet"
+        for peer, link in self._meeting.meet(peers, tag=tag, unless=unless).items():
+            link.weather, self._links[peer] = self.weather, link
+
+    def tell(self, what: str, peer: Peer) -> None:
+        super().tell(what, peer)
+        if self._meeting is not None:
+            self._meeting.wake()
+
+    def over(self) -> None:
+        self.on_over()
 
     def now(self) -> float:
         return time.monotonic()
@@ -149,9 +160,16 @@ class TorchFabric(Fabric):
         parts: Parts | None = None,
     ) -> Timed:  # fmt: skip
         assert unless is None, "a real computation cannot be cancelled"
+        if kind == "compute" and self.step >= self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         start, pad_s = self.now(), self._pad_s * share if kind == "compute" else 0.0
-        wait = lambda part: time.sleep(max(0.0, start + pad_s * part - self.now()))  # noqa: E731
+
+        def wait(part: float) -> None:
+            time.sleep(max(0.0, start + pad_s * part - self.now()))
+
         value = parts.spread(function, wait) if parts is not None and pad_s else function()
+        if kind == "compute" and self.weather.slow > 1.0:
+            pad_s = max(pad_s, self.now() - start) * self.weather.slow
         if pad_s:  # a sleep of no time at all costs a tenth of a millisecond
             wait(1.0)
         return Timed(value, start, self.now())

@@ -1,12 +1,15 @@
 """How a message lies in memory: a fixed header, a line per tensor, then the tensors.
 
-Header and payload travel together, so a push is one message. gloo believes whatever size its peer sends;
-therefore every field is checked here before anything uses it.
+Header and payload travel together, so a push is one message. gloo believes whatever size its peer sends; therefore
+every field is checked here before anything uses it, and all of what comes before the tensors has a checksum: a version
+or a shape that has changed on the way is refused, whatever it says. The tensors have none, which would cost more than
+sending them: for those TCP has one, and memory needs none.
 """
 
 import math
 import struct
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +20,9 @@ from distlab.errors import BadMessage
 from distlab.fabric.base import Kind, Message, Peer
 from distlab.trace import ROLES
 
-MAGIC = 0x6469_7374_6C61_6201  # "distlab", wire version 1
-HEADER = struct.Struct("<QqqqqqqqqdQ")  # magic kind role index version step samples sent_ns count loss token
+MAGIC = 0x6469_7374_6C61_6202  # "distlab", wire version 2
+HEADER = struct.Struct("<QqqqqqqqqdQQ")  # magic kind role index version step samples sent_ns count loss token sum
+SUM = struct.Struct("<Q")  # the last field of the header
 LINE = struct.Struct("<10q")  # dtype, number of dimensions, up to 8 of them
 ALIGN = 64
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
@@ -52,14 +56,27 @@ def encode_head(buffer: Tensor, message: Message, sender: Peer, token: int) -> i
     """Write what comes before the tensors; returns its size in bytes."""
     view, tensors = buffer.numpy(), message.tensors  # type: Any, Sequence[Tensor]
     head = (message.kind, ROLES.index(sender.role), sender.index, message.version, message.step, message.samples)
-    HEADER.pack_into(view, 0, MAGIC, *head, time.monotonic_ns(), len(tensors), message.loss, token)
+    HEADER.pack_into(view, 0, MAGIC, *head, time.monotonic_ns(), len(tensors), message.loss, token, 0)
     for i, tensor in enumerate(tensors):
         shape = tuple(tensor.shape)
         if tensor.dtype not in DTYPES or len(shape) > 8 or len(tensors) > MAX_TENSORS:
             raise BadMessage(f"a message cannot carry {len(tensors)} tensors, one of {tensor.dtype} and shape {shape}")
         line = (DTYPES.index(tensor.dtype), len(shape), *shape, *(0,) * (8 - len(shape)))
         LINE.pack_into(view, HEADER.size + i * LINE.size, *line)
+    SUM.pack_into(view, HEADER.size - SUM.size, checksum(view, len(tensors)))
     return aligned(HEADER.size + LINE.size * len(tensors))
+
+
+def checksum(view: Any, count: int) -> int:
+    """Of the header, but for its own place, and of `count` lines."""
+    end = HEADER.size + count * LINE.size
+    return zlib.crc32(view[HEADER.size : end], zlib.crc32(view[: HEADER.size - SUM.size]))
+
+
+def is_goodbye(buffer: Tensor) -> bool:
+    """Is this the message that says that a link is used no more?"""
+    magic, kind, *_ = HEADER.unpack_from(buffer.numpy(), 0)  # type: ignore[arg-type]
+    return magic == MAGIC and kind == Kind.GONE
 
 
 def check_head(buffer: Tensor, like: Tensor, sender: Peer, token: int) -> None:
@@ -75,14 +92,18 @@ def check_head(buffer: Tensor, like: Tensor, sender: Peer, token: int) -> None:
 
 def _header(buffer: Tensor, sender: Peer, token: int) -> tuple[Any, ...]:
     """kind, number of tensors, and the other fields; BadMessage if it is not what `sender` may say."""
+    if buffer.numel() < HEADER.size:
+        raise BadMessage(f"a message on the link to {sender} is cut off after {buffer.numel()} bytes")
     view: Any = buffer.numpy()
-    magic, kind, role, index, *rest, sent_ns, count, loss, its_token = HEADER.unpack_from(view, 0)
+    magic, kind, role, index, *rest, sent_ns, count, loss, its_token, its_sum = HEADER.unpack_from(view, 0)
     if magic != MAGIC or its_token != token:
         raise BadMessage(f"a message on the link to {sender} is not from this run")
     if not (0 <= role < len(ROLES) and Peer(ROLES[role], index) == sender):
         raise BadMessage(f"a message on the link to {sender} says it is from role {role}, number {index}")
     if kind not in Kind._value2member_map_ or not 0 <= count <= MAX_TENSORS:
         raise BadMessage(f"a message from {sender} has kind {kind} and {count} tensors")
+    if its_sum != checksum(view, count):
+        raise BadMessage(f"the header of a message from {sender} is not what was sent: its checksum is another")
     return kind, count, *rest, loss, sent_ns
 
 

@@ -2,10 +2,13 @@
 
 Each gradient that a worker began to compute ends as exactly one of: applied at a version, dropped (it came too late),
 cancelled (stopped before it was computed), unused (it came, or was still under way, when the run was over), lost with
-its worker; or split, where several servers hold a shard each and not all did the same with theirs. The sums balance in
-every run; if they did not, somebody would have trained on a gradient twice, or on nothing.
+its worker or server; or split, where several servers hold a shard each and not all did the same with theirs. The sums
+balance in every run; if they did not, somebody would have trained on a gradient twice, or on nothing.
 """
 
+import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,22 +90,33 @@ def ledger(trace: Trace) -> Ledger:
     """
     computed = unique(np.concatenate([trace.select("compute"), trace.select("cancel")]))
     deaths = trace.select("death")
-    dead = set(deaths["worker"][np.isin(deaths["role"], [ROLES.index(r) for r in ("worker", "replica")])].tolist())
+    holders, computers = [[ROLES.index(r) for r in part] for part in (("server", "client"), ("worker", "replica"))]
+    dead = set(deaths["worker"][np.isin(deaths["role"], computers)].tolist())
+    all_lost = bool(np.isin(deaths["role"], holders).any())  # a gradient may be lost with who was to apply it
     fates, problems = outcomes(trace)
     latest = dict(sorted(computed.keys()))  # in order, so that each worker's last step is the one that stays
-    missing = sorted((w, s) for w, s in set(fates) - set(computed) if s <= latest.get(w, -1) or w not in dead)
+    begins = lives(trace)
+    missing = sorted(key for key in set(fates) - set(computed) if key[0] not in dead or is_gap(key, computed, begins))
     cut_off = {key: (fates[key][2], key[1]) for key in set(fates) - set(computed) - set(missing)}
     problems += [f"worker {w}'s gradient of step {s} was {fates[w, s][0]}, but never computed" for w, s in missing]
     begun = set(unique(trace.select("local")))  # in a round that had not ended
-    vanished = sorted((w, s) for w, s in set(computed) - set(fates) - begun if s < latest[w] and not dead)
+    vanished = sorted((w, s) for w, s in set(computed) - set(fates) - begun if s < latest[w] and not len(deaths))
     problems += [f"worker {w}'s gradient of step {s} vanished: it was neither used nor refused" for w, s in vanished]
     entries = []
     for (worker, step), (samples, batch) in sorted((computed | cut_off).items()):
-        fate, version, said = fates.get((worker, step), ("lost" if worker in dead else "unused", -1, samples))
+        unheard = "lost" if all_lost or worker in dead else "unused"
+        fate, version, said = fates.get((worker, step), (unheard, -1, samples))
         if 0 < samples != said:
             problems.append(f"worker {worker}'s gradient of step {step} held {samples} samples, then {said}")
         entries.append(Entry(worker, step, max(samples, said), fate, version, batch if batch >= 0 else step))
     return Ledger(tuple(entries), tuple(problems))
+
+
+def is_gap(key: tuple[int, int], computed: Iterable[tuple[int, int]], begins: dict[int, list[int]]) -> bool:
+    """Did its worker say of a later gradient of the same life that it had computed it?"""
+    worker, step = key
+    end = min((first for first in begins.get(worker, ()) if first > step), default=math.inf)
+    return any(w == worker and step < s < end for w, s in computed)
 
 
 def unique(rows: np.ndarray) -> dict[tuple[int, int], tuple[int, int]]:
@@ -113,13 +127,26 @@ def unique(rows: np.ndarray) -> dict[tuple[int, int], tuple[int, int]]:
     return found
 
 
+def lives(trace: Trace) -> dict[int, list[int]]:
+    """worker -> the steps at which a process that took its place began."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for row in trace.select("revive"):
+        worker = int(row["worker"])
+        steps = trace.select("compute", worker=worker)
+        later = steps["step"][steps["start_s"] >= row["end_s"]]
+        found[worker] += [int(later.min())] if len(later) else []
+    return found
+
+
 def outcomes(trace: Trace) -> tuple[dict[tuple[int, int], tuple[str, int, int]], list[str]]:
     """(worker, step) -> (fate, version, samples), and what contradicts itself."""
     found: dict[tuple[int, int], dict[int, tuple[str, int, int]]] = {}
     problems: list[str] = []
     server = ROLES.index("server")
     for kind, fate in FATE_OF.items():
-        for row in trace.select(kind)[["role", "index", "worker", "step", "version", "samples"]].tolist():
+        for row in (trace.applies if kind == "apply" else trace.select(kind))[
+            ["role", "index", "worker", "step", "version", "samples"]
+        ].tolist():
             role, index, worker, step, version, samples = row
             ending = (fate, version if fate == "applied" else -1, samples)
             before = found.setdefault((worker, step), {}).setdefault(index if role == server else 0, ending)

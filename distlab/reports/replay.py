@@ -22,6 +22,7 @@ from distlab.errors import DivergenceWarning
 from distlab.flat import Flat, Vector, local_state
 from distlab.options import check_positive
 from distlab.randomness import Randomness, undisturbed
+from distlab.reports.ledger import lives
 from distlab.roles.exchange import Exchange
 from distlab.roles.updater import Lane
 from distlab.roles.worker import Computer
@@ -79,7 +80,7 @@ def tape(trace: Trace) -> list[Line]:
     """The updates of a trace, in order."""
     lines: dict[tuple[int, int], dict[tuple[int, int], int]] = defaultdict(dict)
     names, server = ["role", "index", "version", "worker", "step", "read"], ROLES.index("server")
-    for role, index, version, worker, step, read in trace.select("apply")[names].tolist():
+    for role, index, version, worker, step, read in trace.applies[names].tolist():
         lines[index if role == server else 0, version].setdefault((worker, step), read)
     made = [Line(*key, tuple((w, s, r) for (w, s), r in sorted(held.items()))) for key, held in lines.items()]
     single = len({line.server for line in made}) == 1  # one server's versions are in order, whatever clocks say
@@ -176,6 +177,7 @@ class Player:
         self.random: dict[int, Randomness] = {}
         self.own_lanes: dict[int, Lane] = {}
         self.computes = reads(trace, len(shards))
+        self.begins = lives(trace)
         self.ahead = {worker: deque(sorted(steps)) for worker, steps in self.computes.items()}  # not yet computed
         self.done: dict[tuple[int, int], tuple[Tensor, float]] = {}
         self.uses = Counter((w, s) for line in lines for w, s, _ in line.gradients)
@@ -183,13 +185,15 @@ class Player:
         has = {kind: len(trace.select(kind)) > 0 for kind in ("store", "reduce")}
         self.make = self._worker if has["store"] else self._mean
         self.exchanges: list[Exchange] = []
+        self.groups = [(-1, list(range(num_workers))), *groups(trace)]
         if has["reduce"] or hasattr(strategy, "exchange"):
-            self.make, exchange = self._every, getattr(strategy, "exchange", Exchange)
-            self.exchanges = [exchange(self.flat) for _ in range(num_workers)]
+            self.make, self.exchange = self._every, getattr(strategy, "exchange", Exchange)
+            self.exchanges = [self.exchange(self.flat) for _ in range(num_workers)]
         elif not any(has.values()) and applies_its_own(trace):
             self.make = self._own
         if isinstance(strategy, LocalSGD):
             self.make, self.outer = self._rounds, Rounds(task, self.flat, strategy.outer)
+            self.outer.begin(self.flat.params)
 
     def play(self, number: int, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """Make the version of line `number` from `gradients`; returns their mean loss, nan if there are none."""
@@ -243,21 +247,22 @@ class Player:
             message, loss = self._gradient(worker, step)
             messages[worker] = messages[worker] + message if worker in messages else message
             losses.append(loss)
-        self._step(holder.lane, self._all_reduced(messages, len(gradients)), holder.applied)
+        self._step(holder.lane, self._all_reduced(messages, len(gradients), line.version), holder.applied)
         return float(np.mean(losses))
 
-    def _all_reduced(self, messages: dict[int, Tensor], count: int) -> Tensor:
+    def _all_reduced(self, messages: dict[int, Tensor], count: int, version: int) -> Tensor:
         """The mean, summed in the run's own order; a worker whose data was used up sent zeros."""
         zeros = torch.zeros_like(self.flat.message)
-        held = [messages.get(worker, zeros).clone() for worker in range(self.num_workers)]
-        in_one_thread(lambda ranks, message: self.exchanges[ranks.rank](ranks, message), held)
+        group = [group for after, group in self.groups if after < version][-1]
+        held = [messages.get(worker, zeros).clone() for worker in group]
+        in_one_thread(lambda ranks, message: self.exchanges[group[ranks.rank]](ranks, message), held)
         return held[0].div_(count)[: self.flat.size]
 
     def _worker(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """A worker applied it to what it had read, and wrote that back."""
         (worker, step, read), *_ = gradients
         values, loss = self._gradient(worker, step)
-        flat = self._computer(worker).flat
+        flat = self._computer(worker, step).flat
         lane = self._own_lane(worker, flat)
         flat.params.copy_(self.holders[0].versions[read])
         self._step(lane, values[: flat.size], read)
@@ -276,16 +281,17 @@ class Player:
         """Each worker took its steps alone, from where the round began; then all took the mean of their moves."""
         holder, losses, moves = self.holders[0], [], {}
         for worker, step, _ in gradients:
-            computer = self._computer(worker)
-            flat = computer.flat
+            flat = self._computer(worker, step).flat
             if worker not in moves:
                 flat.params.copy_(holder.latest)
+            while self.ahead[worker][0] < step:  # of a life that ended in the middle of a round
+                self.ahead[worker].popleft()
             losses.append(self._compute(worker, step, flat.params))
             self._step(self._own_lane(worker, flat), flat.grads, holder.applied)
             moves[worker] = flat.message.clone()
             torch.sub(flat.params, holder.latest, out=moves[worker][: flat.size])
-        self.outer.end(self._all_reduced(moves, len(moves)), self.flat.params)
-        holder.latest = self.flat.params.clone()
+        self.outer.end(self._all_reduced(moves, len(moves), line.version))
+        holder.latest = self.outer.start.params.clone()
         return float(np.mean(losses))
 
     def _gradient(self, worker: int, step: int) -> tuple[Tensor, float]:
@@ -299,7 +305,7 @@ class Player:
 
     def _next(self, worker: int) -> None:
         step = self.ahead[worker][0]
-        computer, (versions, _) = self._computer(worker), self.computes[worker][step]
+        computer, (versions, _) = self._computer(worker, step), self.computes[worker][step]
         params = torch.zeros_like(self.flat.params)
         for holder, version in zip(self.holders, versions, strict=True):
             if version not in holder.versions:
@@ -311,7 +317,7 @@ class Player:
             self.done[worker, step] = computer.flat.message.clone(), loss
 
     def _compute(self, worker: int, step: int, params: Tensor) -> float:
-        computer, (_, batch) = self._computer(worker), self.computes[worker][step]
+        computer, (_, batch) = self._computer(worker, step), self.computes[worker][step]
         self.ahead[worker].popleft()
         return self.random[worker].around(lambda: computer.backward(params, computer.stream.batch(batch)))
 
@@ -334,12 +340,28 @@ class Player:
             lane.rates = [self.lr] * len(lane.rates)
         return lane
 
-    def _computer(self, worker: int) -> Computer:
+    def _computer(self, worker: int, step: int) -> Computer:
+        if step in self.begins[worker]:  # a new process, which knows nothing of the one before
+            self.begins[worker].remove(step)
+            for kept in (self.workers, self.random, self.own_lanes):
+                kept.pop(worker, None)
+            if self.exchanges:
+                self.exchanges[worker] = self.exchange(self.flat)
         if worker not in self.workers:
             part = {"index": worker, "num_workers": self.num_workers, "batch_size": self.task.batch_size}
             self.workers[worker] = Computer(self.task, **part)
             self.random[worker] = Randomness(self.workers[worker].seed)
         return self.workers[worker]
+
+
+def groups(trace: Trace) -> list[tuple[int, list[int]]]:
+    """Who made the versions after which one, in the order of the changes."""
+    members: dict[int, set[int]] = defaultdict(set)
+    after: dict[int, int] = {}
+    for worker, era, version in trace.select("regroup")[["worker", "step", "version"]].tolist():
+        members[era].add(worker)
+        after[era] = version
+    return [(after[era], sorted(members[era])) for era in sorted(after)]
 
 
 def applies_its_own(trace: Trace) -> bool:
@@ -363,14 +385,15 @@ def reads(trace: Trace, num_servers: int) -> dict[int, dict[int, tuple[tuple[int
 
 def completed(trace: Trace, found: dict[int, Any], num_servers: int) -> dict[int, Any]:
     """`reads`, with what a killed process had no time to say of its last gradients, as far as its server can tell."""
-    for worker, step, read in trace.select("apply")[["worker", "step", "read"]].tolist():
+    rows = np.concatenate([trace.applies, trace.select("drop"), trace.select("unused")])
+    for worker, step, read, said in rows[["worker", "step", "read", "batch"]].tolist():
         if step not in found[worker]:
             plain = num_servers == 1 and all(batch == number for number, (_, batch) in found[worker].items())
-            if not plain:
+            if said < 0 and not plain:
                 raise ValueError(
                     f"worker {worker} was killed before it could say how it came to step {step}: no replay"
                 )
-            found[worker][step] = (read,), step
+            found[worker][step] = (read,), said if said >= 0 else step
     return found
 
 

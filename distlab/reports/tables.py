@@ -33,8 +33,10 @@ def evaluations(run: Run) -> "pd.DataFrame":
 
     rows = run.trace.select("evaluate")
     table = pd.DataFrame({"version": rows["version"], "time_s": rows["end_s"], "loss": rows["loss"]})
+    judged = {row["version"]: row for row in run.judged}  # what a chief that was lost saw, only its trace knows
     for name in run.judged[0] if run.judged else ():
-        table[name] = [row[name] for row in run.judged]
+        if name not in table:
+            table[name] = [judged.get(version, {}).get(name, float("nan")) for version in rows["version"].tolist()]
     return table
 
 

@@ -43,6 +43,9 @@ class Exchange:
         start, stop = self.buckets[number]
         all_reduce(ranks, message[start:stop], self._algorithm)
 
+    def undo(self) -> None:
+        """Forget an exchange that did not come to its end, if there is one."""
+
     def __call__(self, ranks: Ranks, message: Tensor) -> None:
         """Let all of `message` be its sum over all ranks."""
         for number in range(len(self.buckets)):
@@ -55,15 +58,22 @@ class CompressedExchange(Exchange):
     def __init__(self, flat: Flat, compression: Compression) -> None:
         super().__init__(flat)
         self._feedback = Feedback(compression, flat.grads)
+        self._before: Tensor | None = None  # while an exchange is under way: what was left out until then
+
+    def undo(self) -> None:
+        if self._before is not None:
+            self._feedback.error, self._before = self._before, None
 
     def sum_bucket(self, ranks: Ranks, message: Tensor, number: int) -> None:
         grads, tail = message[: len(self._feedback.error)], message[len(self._feedback.error) :]
+        self._before = self._feedback.error
         sent = self._feedback.compress(grads)
         gathered = all_gather(ranks, [*sent, tail.clone()])
         message.zero_()
         for *theirs, their_tail in gathered:
             grads.add_(self._feedback.restore(theirs))
             tail.add_(their_tail)
+        self._before = None
 
 
 def in_buckets(sizes: list[int], itemsize: int, bucket_bytes: int | None) -> list[list[int]]:

@@ -36,6 +36,7 @@ class Server:
     Attributes:
         waiting: gradients collected for the next update, by (worker, step).
         clocks: how many steps each worker has finished.
+        last_push: the step of each worker's last push that has arrived; -1: none has.
         memory: for what a strategy of yours keeps on its server.
         left, dead: workers that have said goodbye, and that have not.
     """
@@ -50,9 +51,11 @@ class Server:
         self.updater = Updater(fabric, task, self.flat, rule=rule, by_tensor=locking == "tensor")
         self.num_workers = fabric.counts["worker"]
         self.waiting: dict[tuple[int, int], Gradient] = {}
-        self.clocks, self.left, self.dead = [0] * self.num_workers, set[int](), set[int]()
+        self.clocks, self.last_push = [0] * self.num_workers, [-1] * self.num_workers
+        self.left, self.dead = set[int](), set[int]()
         self.ports: list[WorkerPort] = []
         self.memory: dict[str, Any] = {}
+        self.distinct = False  # may no worker have two gradients in one update?
         self.broadcasts = False  # is a new version sent to everybody, asked or not?
         self.ready = False
         self._begun = 0
@@ -89,7 +92,9 @@ class Server:
             self.record("unused", *gradients)
             return
         with self.guard():
-            self.updater.apply(*gradients, lane=gradients[-1].worker)
+            made = self.updater.apply(*gradients, lane=gradients[-1].worker)
+        if made == self.num_updates:
+            self.fabric.over()
 
     def collect(self, gradient: Gradient, *, fresh: bool = False, keep: bool = False) -> int | None:
         """Keep `gradient` until there are as many as an update needs, then apply their mean.
@@ -110,6 +115,10 @@ class Server:
             self.settle()
             return made
 
+    def holds(self, worker: int) -> bool:
+        """Does a gradient of this worker wait for others? One that came back may have left it in another life."""
+        return any(whose == worker for whose, _ in list(self.waiting)) and not self.over
+
     def settle(self) -> None:
         """Apply what waits, if that is enough."""
         if self.waiting and len(self.waiting) >= self._needed(self):
@@ -123,7 +132,20 @@ class Server:
         """A worker is gone: others may have waited for it."""
         with self.guard(), self.fabric.lock():
             (self.dead if died else self.left).add(worker)
-            self.settle()
+            if not self.over:
+                self.settle()
+
+    def welcome(self, worker: int) -> None:
+        """A worker has come back: it is as fast as the slowest of the others."""
+        with self.fabric.lock():
+            self.clocks[worker] = min((self.clocks[w] for w in self.live), default=self.clocks[worker])
+            self.dead.discard(worker)
+            self.left.discard(worker)
+
+    @property
+    def deserted(self) -> bool:
+        """Every worker has gone."""
+        return len(self.left | self.dead) == self.num_workers
 
     def keep_pace(self, worker: int, max_gap: int) -> None:
         """Count a step of `worker`, and wait until it is at most `max_gap` ahead of the slowest live one."""
@@ -144,10 +166,11 @@ class Server:
             return self.version
 
     def initialise(self, values: Tensor) -> None:
-        """Take the chief's first parameters."""
+        """Take the chief's first parameters. Only them: a chief that has come back must not undo what was learnt."""
         with self.fabric.lock():
-            self.flat.params.copy_(values)
-            self.ready = True
+            if not self.ready:
+                self.flat.params.copy_(values)
+                self.ready = True
 
     def record(self, outcome: str, *gradients: Gradient) -> None:
         """Say in the trace what became of gradients that were not applied: "drop" or "unused"."""
@@ -171,7 +194,6 @@ class WorkerPort:
     def __init__(self, server: Server, link: Link) -> None:
         self.server, self.link, self.index = server, link, link.peer.index
         self.begun, self.sent = False, None  # type: bool, Tensor | None
-        self._arrived = -1  # the step of its last push
 
     def pushes(self) -> Iterator[Gradient]:
         """The worker's gradients as they arrive, until the run is over.
@@ -195,11 +217,13 @@ class WorkerPort:
                 self.server.initialise(self._checked(message))
             elif message.kind is Kind.PULL:
                 self.server.fabric.until(lambda: self.server.ready, "the chief's first parameters")
+                if self.server.distinct:
+                    self.server.fabric.until(lambda: not self.server.holds(self.index), "its own last gradient")
                 self.begun = True
                 self.reply()
             elif message.kind is kind:
                 self._checked(message)
-                self._arrived = message.step
+                self.server.last_push[self.index] = message.step
                 yield message
             else:
                 raise BadMessage(f"{self.link.peer} sent {message.kind.name} where {kind.name} was expected")
@@ -213,7 +237,7 @@ class WorkerPort:
             values = server.flat.params
             if server.updater.rule.compensate is not None:
                 values = self.sent = values.clone()
-            self.link.post(kind, [values] if params else [], version=said, step=self._arrived)
+            self.link.post(kind, [values] if params else [], version=said, step=self.server.last_push[self.index])
 
     def refuse(self, gradient: Gradient) -> None:
         """Account for a gradient that came after the last update, and answer with the version it was read at."""
@@ -239,6 +263,7 @@ class ServerPort:
 
     def __init__(self, worker: Worker, links: Sequence[Link], shards: Sequence[Shard]) -> None:
         self.worker, self.links, self._shards = worker, links, shards
+        self._last_push = -1  # that has arrived: the step; another process of this name may have sent it
         self._whole = torch.zeros_like(worker.flat.params) if len(links) > 1 else None
 
     @property
@@ -252,7 +277,10 @@ class ServerPort:
         if self.worker.is_chief and self.worker.step == 0:
             self._post(Kind.INIT, self.worker.flat.params)
         self._post(Kind.PULL)
-        return self.answer()
+        params = self.answer()
+        if not self.worker.step and self._last_push >= 0:  # another process of this name has come so far
+            self.worker.step = self.worker.next = self._last_push + 1
+        return params
 
     def push(self, gradient: Gradient) -> Params:
         """Send `gradient` and wait for the answer: the next parameters."""
@@ -282,6 +310,7 @@ class ServerPort:
         """Wait for every server's parameters. A broadcast that left before the gradient of step `pushed` had arrived
         is its answer too: it came too late."""
         messages = [self._receive(link) for link in self.links]
+        self._last_push = max(m.step for m in messages)
         self.worker.ended = all(m.kind is Kind.STOP for m in messages)
         dropped = all(m.kind is Kind.DROPPED or m.step < pushed for m in messages)
         versions = tuple(m.version for m in messages)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from distlab.fabric.base import Fabric, Timed
 from distlab.flat import Vector
+from distlab.packing import packed, unpacked
 from distlab.rules import MEAN, Rule
 from distlab.task import Task
 
@@ -95,6 +96,14 @@ class Lane:
         self.take(mean, factor)
         for part in self.parts:
             part.step()
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self.optimizer.state_dict()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from another's `state`."""
+        self.optimizer.load_state_dict(state)
 
     def take(self, mean: Tensor, factor: float) -> None:
         """Let the next step of every one of `parts` apply this."""
@@ -181,6 +190,17 @@ class Updater:
             version = self.version
         self.record(done, version, *gradients)
         return version
+
+    def state(self) -> Tensor:
+        """Parameters, version and the optimizer's state, as bytes."""
+        return packed({"params": self.flat.params, "version": self.version, "optimizer": self._first.state()})
+
+    def restore(self, data: Tensor) -> None:
+        """Be where the updater was whose `state` this is."""
+        state = unpacked(data)
+        self.flat.params.copy_(state["params"])
+        self.version = state["version"]
+        self._first.restore(state["optimizer"])
 
     def step(self, *gradients: Gradient, lane: int = -1, mean: Tensor | None = None) -> Timed:
         """The optimizer's part of `apply`: no new version, nothing recorded."""

@@ -4,14 +4,14 @@ It is the same under every strategy; what differs is where its parameters come f
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from distlab.data import Stream
 from distlab.errors import NonFiniteLoss
-from distlab.fabric import Fabric, Link, Parts
+from distlab.fabric import Fabric, Link, Parts, Peer
 from distlab.flat import Flat
 from distlab.roles.chief import Chief
 from distlab.roles.updater import Gradient, Params
@@ -59,16 +59,18 @@ class Worker(Computer):
         index: its number; 0 is the chief.
         ended: set when the run is over; `batches` then stops.
         batch: which batch of its stream it is at.
-        again: set it, and the next batch is this one once more.
+        next: which one comes then.
         chief: evaluates and logs, if this worker is to.
+        make_chief: makes that, should this worker become the chief; None: it has.
     """
 
     def __init__(self, fabric: Fabric, task: Task, *, num_batches: int | None = None, **part: int) -> None:
         super().__init__(task, **part)
         self.fabric, fabric.flat = fabric, self.flat
         self.ended = False
-        self.batch, self.again, self._num_batches = 0, False, num_batches
+        self.batch, self.next, self._num_batches = 0, 0, num_batches
         self.chief: Chief | None = None
+        self.make_chief: Callable[[], Chief | None] | None = None
         fabric.seed(self.seed)
 
     @property
@@ -82,8 +84,9 @@ class Worker(Computer):
 
     @property
     def is_chief(self) -> bool:
-        """Worker 0 initialises and logs."""
-        return self.index == 0
+        """Worker 0 initialises and logs; if it is lost, the first of those that are left."""
+        workers = [Peer("worker", i) for i in range(self.fabric.counts.get("worker", 1))]
+        return self.fabric.members.first(workers) == Peer("worker", self.index)
 
     def initial(self) -> Params:
         """The parameters as the model factory made them."""
@@ -91,10 +94,15 @@ class Worker(Computer):
 
     def batches(self) -> Iterator[Any]:
         """This worker's batches, until the run is over or its data is used up."""
-        while not self.ended and self.batch != self._num_batches:
+        while not self.ended and self.next != self._num_batches:
             self.fabric.step = self.step
+            self.batch, self.next = self.next, self.next + 1
             yield self.fabric.timed("load", lambda: self.stream.batch(self.batch)).value
-            self.step, self.batch, self.again = self.step + 1, self.batch + (not self.again), False
+            self.step += 1
+
+    def redo(self, batches: int) -> None:
+        """Let the next batches be the last ones once more."""
+        self.next -= batches
 
     def rounds(self) -> Iterator[Any]:
         """The same, then USED_UP until the run is over: for who must take part to the end."""
@@ -104,8 +112,19 @@ class Worker(Computer):
 
     def look(self, params: Params) -> None:
         """Say that this worker holds `params`: if it is the chief, it may evaluate them."""
+        if self.make_chief is not None and self.fabric.members.lost and self.is_chief:
+            self.become_chief(params.version)
         if self.chief is not None:
             self.chief.look(params)
+
+    def become_chief(self, version: int = 0) -> None:
+        """From now on this worker evaluates and logs."""
+        assert self.make_chief is not None
+        self.chief, self.make_chief = self.make_chief(), None
+        self.fabric.chief = self.chief
+        if self.index:
+            now = self.fabric.now()
+            self.fabric.record("chief", now, now, worker=self.index, version=version)
 
     def log(self, version: int, loss: float) -> None:
         """Say what the training loss is at `version`: if this is the chief, it may write it down."""

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from distlab.collectives import ALGORITHMS
 from distlab.compression import Compression, check_compression
-from distlab.fabric import Fabric
+from distlab.fabric import Fabric, Peer
 from distlab.flat import Flat, local_state
 from distlab.options import check_bool, check_count, check_word
 from distlab.roles.exchange import CompressedExchange, Exchange
-from distlab.roles.rank import Rank, TorchRank
+from distlab.roles.rank import Rank
+from distlab.roles.torch_rank import TorchRank
 from distlab.roles.updater import Gradient, Params, Updater
 from distlab.roles.worker import USED_UP
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
@@ -27,7 +28,7 @@ class AllReduce(Strategy):
     What is dropped: nothing. A worker whose data is used up no longer counts; the mean is over the real gradients.
     Assumes: mean loss, equal batches, no dropout or BatchNorm, to equal a batch N times as large (`accumulate` times
         that). With `compression` each update is another one, and only their sum comes to the same.
-    If a worker dies: the run ends with an error that names it.
+    If a worker dies: the others go on as a new group, from the last common step; see `on_too_few`.
 
     Args:
         algorithm: how the sum is made, see `collectives`: "ring", "tree", "halving-doubling", "recursive doubling",
@@ -37,6 +38,8 @@ class AllReduce(Strategy):
         accumulate: an update holds so many gradients of each worker, which are summed there before all are (DDP's
             `no_sync`).
         compression: send less, such as `TopK(share=0.01)`. What is left out is added to the next gradient.
+        on_too_few: what to do when one has died: "shrink" the group to those that are left, or "stop" with an error
+            that names it. One that comes back is given the state of another.
         engine: "ddp" lets torch's DistributedDataParallel do it, for comparison: on real processes, with the data of
             the worker that has the least; its sums have their own order, so a replay ends close by, not at the bits.
 
@@ -48,6 +51,7 @@ class AllReduce(Strategy):
     bucket_bytes: int = 25 << 20
     accumulate: int = 1
     compression: Compression | None = None
+    on_too_few: Literal["shrink", "stop"] = "shrink"
     engine: Literal["distlab", "ddp"] = "distlab"
 
     def __post_init__(self) -> None:
@@ -55,6 +59,7 @@ class AllReduce(Strategy):
         check_bool("overlap", self.overlap)
         check_count("bucket_bytes", self.bucket_bytes)
         check_count("accumulate", self.accumulate)
+        check_word("on_too_few", self.on_too_few, ("shrink", "stop"))
         if self.compression is not None:
             check_compression(self.compression)
         if check_word("engine", self.engine, ("distlab", "ddp")) == "ddp":
@@ -69,6 +74,13 @@ class AllReduce(Strategy):
     def promises(self) -> tuple[str, ...]:  # type: ignore[override]
         distinct = ("distinct",) if self.accumulate == 1 else ()
         return ("fresh", "enough", "identical replicas", *distinct)
+
+    @property
+    def shrinks(self) -> bool:  # type: ignore[override]
+        return self.on_too_few == "shrink" and self.engine != "ddp"
+
+    def survives(self, peer: Peer) -> bool:
+        return self.shrinks
 
     @property
     def real_only(self) -> str:  # type: ignore[override]
@@ -100,7 +112,7 @@ class AllReduce(Strategy):
         if self.engine == "ddp":
             rank = TorchRank(worker, self.bucket_bytes)
         else:
-            rank = Rank(worker, self.exchange(worker.flat))
+            rank = Rank(worker, self.exchange(worker.flat), updater)
         mine: list[Gradient] = []
         for batch in worker.rounds():
             params = Params(worker.flat.params, updater.version)
@@ -109,9 +121,10 @@ class AllReduce(Strategy):
                 parts = rank.begin(contributes=self.accumulate) if is_last else None
                 mine.append(worker.gradient(params, batch, add=bool(mine), parts=parts))
             if len(mine) == self.accumulate or batch is USED_UP:
-                somebody, enough = rank.mean(contributes=len(mine))
+                somebody, over = rank.mean(mine, contributes=len(mine))
                 if somebody:
                     updater.apply(*mine, mean=worker.flat.grads)
-                worker.ended = updater.version >= job.num_updates or enough or not somebody
+                worker.ended = over or updater.version >= job.num_updates
                 mine = []
+        rank.leave()
         return Outcome(worker.flat.params, updater.version, local_state(worker.model), worker.step)

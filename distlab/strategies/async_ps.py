@@ -10,14 +10,14 @@ from typing import Literal
 
 from torch import Tensor
 
-from distlab.fabric import Peer
+from distlab.fabric import Fabric, Peer
 from distlab.options import check_count, check_word
 from distlab.roles.server import Server, ServerPort, WorkerPort
 from distlab.roles.updater import Gradient
 from distlab.roles.worker import Worker
 from distlab.rules import Rule, by_staleness
 from distlab.shards import PLACEMENTS
-from distlab.strategies.base import ParameterServerStrategy
+from distlab.strategies.base import Job, ParameterServerStrategy
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -85,6 +85,11 @@ class AsyncPS(ParameterServerStrategy):
 
     def gradients_per_update(self, num_workers: int) -> int:
         return self.apply_every
+
+    def make_server(self, fabric: Fabric, job: Job) -> Server:
+        server = super().make_server(fabric, job)
+        server.distinct = self.distinct
+        return server
 
     def needed(self, server: Server) -> int:
         return min(self.apply_every, len(server.live)) if self.distinct else self.apply_every

@@ -7,6 +7,7 @@ process per role and number; the same lines run on real processes and on a virtu
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -87,11 +88,13 @@ class Strategy(Options, ABC):
         promises: what `check_strategy` may hold it to, beyond what is true of all: "fresh" (version v holds only
             gradients read at v - 1), "distinct" (of no worker two), "enough" (as many as `gradients_per_update` says),
             "identical replicas".
+        shrinks: does an update hold fewer gradients once workers have died?
         simulated_only, real_only: why it cannot run on real processes, or on a virtual clock, if it cannot.
     """
 
     final: ClassVar[str] = "worker"
     promises: tuple[str, ...] = ("distinct",)
+    shrinks: bool = False
     simulated_only: str = ""
     real_only: str = ""
 
@@ -199,13 +202,31 @@ class ParameterServerStrategy(Strategy):
     def _serve(self, fabric: Fabric, job: Job) -> Outcome:
         server = self.make_server(fabric, job)
         server.ports = [WorkerPort(server, link) for link in fabric.links("worker")]
-        for task in [fabric.spawn(self._serve_one, server, port) for port in server.ports]:
-            task.join()
+        for port in server.ports:
+            fabric.spawn(self._serve_one, server, port)
+        arrivals = fabric.members.arrivals
+        while not self._is_done(server):
+            fabric.until(lambda: bool(arrivals) or self._is_done(server), "its workers")
+            if arrivals:
+                self._greet(server, *arrivals.popleft())
         server.close()
         if not server.over and not server.left:
             raise PeerLost("the last worker")
         ranges = server.shard.ranges if self.num_servers > 1 else ()
         return Outcome(server.flat.params, server.version, ranges=ranges)
+
+    def _is_done(self, server: Server) -> bool:
+        return server.deserted and not server.fabric.members.arrivals
+
+    def _greet(self, server: Server, peer: Peer, era: int) -> None:
+        """A worker has come back."""
+        fabric = server.fabric
+        with suppress(PeerLost):  # and is gone again
+            fabric.relink([peer], tag=era, unless=lambda: peer in fabric.members.lost)
+            server.welcome(peer.index)
+            port = WorkerPort(server, fabric.link(*peer))
+            server.ports = [other for other in server.ports if other.index != peer.index] + [port]
+            fabric.spawn(self._serve_one, server, port)
 
     def _serve_one(self, server: Server, port: WorkerPort) -> None:
         try:
@@ -221,7 +242,8 @@ class ParameterServerStrategy(Strategy):
     def _work(self, fabric: Fabric, job: Job) -> Outcome:
         worker = worker_of(fabric, job)
         port = ServerPort(worker, fabric.links("server"), self.cut(job.task, worker.flat))
-        self.work(worker, port)
+        if len(port.links) == self.num_servers:  # else this worker has come back when all was over
+            self.work(worker, port)
         for link in port.links:
             link.send(Kind.STOP)
         return Outcome(None, 0, local_state(worker.model), worker.step)
@@ -246,8 +268,10 @@ def worker_of(fabric: Fabric, job: Job, **changes: Any) -> Worker:
     usual = {"index": index, "num_workers": job.num_workers, "batch_size": job.task.batch_size}
     worker = Worker(fabric, job.task, **({"num_batches": job.batches_of(index)} | usual | changes))
     asked: dict[str, Any] = {"every": job.evaluate_every, "log_dir": job.log_dir}
-    if worker.is_chief and fabric.me.role != "replica" and any(asked.values()):
-        worker.chief = fabric.chief = Chief(fabric, job.task, worker.model, **asked)
+    if fabric.me.role != "replica":
+        worker.make_chief = lambda: Chief(fabric, job.task, worker.model, **asked) if any(asked.values()) else None
+        if index == 0 and not fabric.members.era:
+            worker.become_chief()
     return worker
 
 

@@ -6,16 +6,17 @@ come since the last round. Seen from outside, that mean is one big gradient, and
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from distlab.collectives import ALGORITHMS
-from distlab.fabric import Fabric
+from distlab.fabric import Fabric, Peer
 from distlab.fabric.base import Timed
 from distlab.flat import Flat, Vector, local_state
 from distlab.options import check_count, check_word
+from distlab.packing import packed, unpacked
 from distlab.roles.exchange import Exchange
 from distlab.roles.rank import Rank
 from distlab.roles.updater import Gradient, Lane, Params, Updater
@@ -33,13 +34,13 @@ class LocalSGD(Strategy):
     Assumes: that workers which go apart for a while still agree: on a quadratic that all share, the mean path is that
         of synchronous SGD; where their data differs, many local steps end elsewhere. `every=1` with plain SGD equals
         `AllReduce`. The inner optimizer's state stays with its worker.
-    If a worker dies: the run ends with an error that names it.
+    If a worker dies: the others go on as a new group, with the mean of their own moves; see `on_too_few`.
 
     Args:
         every: H, the steps of a round.
         outer: a factory of the optimizer that applies the mean move, such as SGD with Nesterov momentum (DiLoCo);
             None: it is applied as it is. It multiplies the effective learning rate: compare at matched rates.
-        algorithm: of the all-reduce, as for `AllReduce`.
+        algorithm, on_too_few: as for `AllReduce`.
 
     Source: Stich 2019; Douillard et al. 2023 (DiLoCo), algorithm 1.
     """
@@ -47,14 +48,23 @@ class LocalSGD(Strategy):
     every: int = 8
     outer: Callable[[list[Any]], torch.optim.Optimizer] | None = None
     algorithm: str = "auto"
+    on_too_few: Literal["shrink", "stop"] = "shrink"
 
     promises = ("fresh", "enough", "identical replicas")
 
     def __post_init__(self) -> None:
         check_count("every", self.every)
         check_word("algorithm", self.algorithm, ALGORITHMS)
+        check_word("on_too_few", self.on_too_few, ("shrink", "stop"))
         if self.outer is not None and not callable(self.outer):
             raise TypeError(f"outer must be a factory of an optimizer, got {self.outer!r}")
+
+    @property
+    def shrinks(self) -> bool:  # type: ignore[override]
+        return self.on_too_few == "shrink"
+
+    def survives(self, peer: Peer) -> bool:
+        return self.shrinks
 
     def layout(self, num_workers: int) -> Layout:
         return Layout({"worker": num_workers}, [("worker", "worker")])
@@ -69,38 +79,68 @@ class LocalSGD(Strategy):
     def run(self, fabric: Fabric, job: Job) -> Outcome:
         worker = worker_of(fabric, job)
         flat, updater = worker.flat, Updater(fabric, job.task, worker.flat)
-        rank, rounds = Rank(worker, self.exchange(flat)), Rounds(job.task, flat, self.outer)
+        rounds = Rounds(job.task, flat, self.outer)
+        rank = Rank(worker, self.exchange(flat), rounds)
+        rounds.begin(flat.params)
         mine: list[Gradient] = []
         for batch in worker.rounds():
+            updater.version = rounds.version  # a schedule counts rounds
             if batch is not USED_UP:
-                mine.append(worker.gradient(Params(flat.params, updater.version), batch))
+                mine.append(worker.gradient(Params(flat.params, rounds.version), batch))
                 done = updater.step(mine[-1])
-                fabric.record("local", done.start_s, done.end_s, version=updater.version, **mine[-1].facts)
+                fabric.record("local", done.start_s, done.end_s, version=rounds.version, **mine[-1].facts)
             if len(mine) == self.every or batch is USED_UP:
-                torch.sub(flat.params, rounds.start.params, out=flat.grads)
-                somebody, enough = rank.mean(contributes=int(bool(mine)))
+                somebody, over = rank.mean(mine, contributes=int(bool(mine)), fill=rounds.move)
                 if somebody:
-                    rounds.end(flat.grads, flat.params)
-                    updater.version += 1
-                now = fabric.now()
-                updater.record(Timed(None, now, now), updater.version, *mine)
+                    rounds.end(flat.grads)
+                    now = fabric.now()
+                    updater.record(Timed(None, now, now), rounds.version, *mine)
+                worker.ended = over or rounds.version >= job.num_updates
                 mine = []
-                worker.ended = updater.version >= job.num_updates or enough or not somebody
-        return Outcome(flat.params, updater.version, local_state(worker.model), worker.step)
+        rank.leave()
+        return Outcome(flat.params, rounds.version, local_state(worker.model), worker.step)
 
 
 class Rounds:
-    """Where the round began, and what makes the next beginning of the mean move."""
+    """Where the round began, and what makes the next beginning of the mean move.
+
+    Attributes:
+        version: how many rounds have ended.
+        start: where all workers were when this one began.
+    """
 
     def __init__(self, task: Task, flat: Flat, outer: Callable[[list[Any]], torch.optim.Optimizer] | None) -> None:
-        self.start = Vector(flat.shapes, flat.dtype)
-        self.start.params.copy_(flat.params)
+        self.version, self.start, self._flat = 0, Vector(flat.shapes, flat.dtype), flat
         self._lane = None if outer is None else Lane(task.but(optimizer=outer), self.start, None)
 
-    def end(self, move: Tensor, params: Tensor) -> None:
-        """Apply the mean `move` (size,) to where the round began, and let `params` be there too."""
+    def begin(self, params: Tensor) -> None:
+        """The first round begins at `params` (size,), unless others have begun already."""
+        if not self.version:
+            self.start.params.copy_(params)
+
+    def move(self) -> None:
+        """Write how far this worker has come into its gradients' buffer."""
+        torch.sub(self._flat.params, self.start.params, out=self._flat.grads)
+
+    def end(self, move: Tensor) -> None:
+        """Apply the mean `move` (size,) to where the round began, and let the worker's parameters be there too."""
         if self._lane is None:
             self.start.params.add_(move)
         else:
             self._lane.step(move.neg_())
-        params.copy_(self.start.params)
+        self._flat.params.copy_(self.start.params)
+        self.version += 1
+
+    def state(self) -> Tensor:
+        """Where the round began, and the outer optimizer's state, as bytes."""
+        outer = None if self._lane is None else self._lane.state()
+        return packed({"start": self.start.params, "version": self.version, "outer": outer})
+
+    def restore(self, data: Tensor) -> None:
+        """Begin the round of another worker's `state`."""
+        state = unpacked(data)
+        self.start.params.copy_(state["start"])
+        self._flat.params.copy_(state["start"])
+        self.version = state["version"]
+        if self._lane is not None:
+            self._lane.restore(state["outer"])

@@ -24,7 +24,7 @@ class SyncPS(ParameterServerStrategy):
     What is dropped: with b spare workers, on arrival, what was read at an older version; its worker is told.
     Assumes: mean loss, equal batches, no dropout or BatchNorm, for the update to equal the one of a batch N
         times as large. Otherwise it is the mean of N different gradients all the same.
-    If a worker dies: with a spare left, the others go on; else the run ends with an error that names it.
+    If a worker dies: with a spare left, the others go on; else `on_too_few` says what happens.
     If the chief dies: the same, once the first parameters are with the server.
     If a server dies: the run ends with an error that names it.
 
@@ -37,6 +37,8 @@ class SyncPS(ParameterServerStrategy):
         semantics: "tf1" is TensorFlow 1's SyncReplicasOptimizer: accumulators that accept by a label, and a queue of
             tokens that any worker may draw. A slow or dead spare leaves old tokens in it, and whoever draws one
             computes in vain.
+        on_too_few: what to do when fewer than N workers are left: "stop" with an error that names who died, "shrink" N
+            to those that are left, or "wait" until one comes back.
         num_servers: cut the parameters into so many shards; with spares each chooses its own N.
         placement: "ranges" of equal length, whole tensors "round-robin", or "greedy".
     """
@@ -46,6 +48,7 @@ class SyncPS(ParameterServerStrategy):
     requeue: bool = False
     distinct: bool = True
     semantics: Literal["exact", "tf1"] = "exact"
+    on_too_few: Literal["stop", "shrink", "wait"] = "stop"
     num_servers: int = 1
     placement: Literal["ranges", "round-robin", "greedy"] = "ranges"
 
@@ -55,7 +58,9 @@ class SyncPS(ParameterServerStrategy):
         check_word("late", self.late, ("drop", "cancel"))
         check_word("semantics", self.semantics, ("exact", "tf1"))
         check_word("placement", self.placement, PLACEMENTS)
+        check_word("on_too_few", self.on_too_few, ("stop", "shrink", "wait"))
         own = self.late == "drop" and not self.requeue and self.distinct and self.num_servers == 1
+        own = own and self.on_too_few == "stop"
         if self.semantics == "tf1" and not own:
             raise ValueError(
                 'semantics="tf1" has one server, drops what is late and tells nobody: no late=, requeue=, ...'
@@ -73,6 +78,10 @@ class SyncPS(ParameterServerStrategy):
             return ()
         return ("fresh", "enough", "distinct") if self.distinct else ("fresh", "enough")
 
+    @property
+    def shrinks(self) -> bool:  # type: ignore[override]
+        return self.on_too_few == "shrink"
+
     def check(self, num_workers: int) -> None:
         if self.num_backup_workers >= num_workers:
             spares = self.num_backup_workers
@@ -82,16 +91,18 @@ class SyncPS(ParameterServerStrategy):
         return num_workers - self.num_backup_workers
 
     def needed(self, server: Server) -> int:
-        return max(1, self.gradients_per_update(server.num_workers) - len(server.left))
+        wanted = self.gradients_per_update(server.num_workers) - len(server.left)
+        return max(1, min(wanted, len(server.live)) if self.on_too_few == "shrink" else wanted)
 
     def survives(self, peer: Peer) -> bool:
-        return peer.role == "worker" and self.num_backup_workers > 0
+        return peer.role == "worker" and (self.num_backup_workers > 0 or self.on_too_few != "stop")
 
     def goes_on(self, server: Server) -> bool:
-        return len(server.dead) <= self.num_backup_workers
+        return len(server.dead) <= self.num_backup_workers or self.on_too_few != "stop"
 
     def make_server(self, fabric: Fabric, job: Job) -> Server:
         server = super().make_server(fabric, job)
+        server.distinct = self.distinct and self.semantics == "exact"
         server.broadcasts = self.late == "cancel"
         server.memory["tokens"] = Tokens(server, self.gradients_per_update(server.num_workers))
         return server
@@ -111,4 +122,5 @@ class SyncPS(ParameterServerStrategy):
         for batch in worker.batches():
             gradient = worker.gradient_unless(news, params, batch)
             params = server.push(gradient) if gradient is not None else server.answer()
-            worker.again = self.requeue and (gradient is None or params.dropped)
+            if self.requeue and (gradient is None or params.dropped):
+                worker.redo(1)
