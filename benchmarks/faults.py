@@ -25,7 +25,7 @@ import distlab as dl
 from distlab import plots
 from distlab.errors import DivergenceWarning
 
-COMPUTE_S, UPDATES, LIMIT_S, WORKERS = 0.004, 60, 60.0, 3
+COMPUTE_S, ROUNDS, LIMIT_S, WORKERS = 0.004, 150, 60.0, 3
 ROWS: dict[str, tuple[dl.Strategy, str]] = {
     "AsyncPS, a worker": (dl.AsyncPS(locking="server"), "worker 2"),
     "AsyncPS, the chief": (dl.AsyncPS(locking="server"), "worker 0"),
@@ -57,6 +57,12 @@ def task() -> dl.Task:
         optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.5),
         batch_size=8,
     )
+
+
+def updates(strategy: dl.Strategy) -> int:
+    """As many as make a run of about half a second."""
+    each = WORKERS if strategy.gradients_per_update(WORKERS) == 1 and not isinstance(strategy, dl.SingleWorker) else 1
+    return ROUNDS * each // (4 if isinstance(strategy, dl.LocalSGD) else 1)
 
 
 @dataclass
@@ -106,8 +112,8 @@ class Count:
 
 def really(strategy: dl.Strategy, who: str, cluster: dl.LocalCluster, at: float, count: Count) -> None:
     """One run on real processes; the kill comes from outside, after a share of the updates."""
-    live = dl.start(task(), strategy, cluster, num_updates=UPDATES)
-    while live.version < at * UPDATES and live.launched.wait(0.001) is None:
+    live = dl.start(task(), strategy, cluster, num_updates=updates(strategy))
+    while live.version < at * live.num_updates and live.launched.wait(0.001) is None:
         pass
     killed_s = time.monotonic()
     os.kill(live.launched.pids[who], signal.SIGKILL)
@@ -119,13 +125,11 @@ def really(strategy: dl.Strategy, who: str, cluster: dl.LocalCluster, at: float,
 def virtually(strategy: dl.Strategy, who: str, seed: int, at: float, count: Count) -> None:
     """The same on a virtual clock."""
     role, index = who.split()
-    rounds = UPDATES / (WORKERS if strategy.gradients_per_update(WORKERS) == 1 else 1)
-    rounds *= 4 if isinstance(strategy, dl.LocalSGD) else 1
     victim = {"worker" if role == "replica" else role: int(index)}
     network = dl.Network(latency_s=1e-4, bandwidth_bytes_per_s=1e7)
     cluster = dl.SimulatedCluster(WORKERS, compute=dl.laws.Gamma(mean_s=COMPUTE_S), network=network, seed=seed)
-    cluster = cluster.kill(**victim, at_s=at * rounds * COMPUTE_S)
-    count.add(dl.start(task(), strategy, cluster, num_updates=UPDATES), who, strategy)
+    cluster = cluster.kill(**victim, at_s=at * ROUNDS * COMPUTE_S)
+    count.add(dl.start(task(), strategy, cluster, num_updates=updates(strategy)), who, strategy)
 
 
 def table(
