@@ -1,0 +1,176 @@
+"""The group of the ranks that are there, and how it forms anew when one dies or comes back.
+
+When a rank dies in the middle of an exchange, some of the others may have come to its end and some not. So the first
+thing that a new group's ranks tell each other is their version, and who is furthest gives its state to the rest. One
+that comes back has version -1, and is served the same way. The hard idea is who is in the group: nobody finds out by
+asking. All have been told the same changes in the same order, and after the same number of them they mean the same
+group.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from distlab.collectives import Ranks, all_gather, broadcast
+from distlab.errors import BadMessage, PeerLost
+from distlab.fabric import Link, Peer
+from distlab.packing import packed, unpacked
+from distlab.roles.updater import Gradient
+from distlab.roles.worker import Worker
+
+UNHEARD_S = (
+    1.0  # a process that is killed takes what it has not handed over of its trace with it: 0.05 s, on a good day
+)
+
+
+class Holder(Protocol):
+    """Who holds what all ranks hold alike, such as an `Updater`."""
+
+    version: int
+
+    def state(self) -> Tensor:
+        """All of it, as bytes."""
+
+    def restore(self, data: Tensor) -> None:
+        """Hold what another did when it said `state`."""
+
+
+class Group:
+    """One rank's view of the group.
+
+    Args:
+        holder: of what is equal on all ranks.
+        stop: called once the links of the old group are gone: whatever still uses them must come to its end.
+
+    Attributes:
+        ranks: for collectives.
+    """
+
+    ranks: Ranks
+
+    def __init__(self, worker: Worker, holder: Holder, stop: Callable[[], None]) -> None:
+        self._worker, self._fabric, self._holder, self._stop = worker, worker.fabric, holder, stop
+        self._begun = False  # is there a version?
+        self._given: deque[tuple[float, Gradient, int]] = deque()  # when, a gradient that all gave alike, its batch
+        self._era, self._peers, self._links = -1, list[Peer](), list[Link]()
+        if self._fabric.members.era:
+            self.form_anew()
+        else:
+            self._form_first()
+
+    def check(self) -> None:
+        """PeerLost if the membership has changed since this group was formed."""
+        if self._fabric.members.era != self._era:
+            raise PeerLost("another rank")
+
+    def form_anew(self, waiting: int = 0) -> bool:
+        """Form a new group of those that are there, and let all hold the same.
+
+        Args:
+            waiting: how many gradients this rank has that are part of no version.
+
+        Returns: was this rank a version behind? Then what it gave is in the state that it has been given.
+        """
+        before, behind = self._peers, False
+        while True:
+            for link in self._links:
+                link.hang_up(self._worker.flat.message.nbytes)
+            self._stop()
+            self._fabric.until(lambda: self._fabric.members.era != self._era, "the news of who was lost")
+            try:
+                self._form()
+                behind |= self._catch_up(before, waiting)
+            except PeerLost:
+                continue
+            now, version = self._fabric.now(), self._holder.version
+            for peer in self._peers:
+                self._fabric.record("regroup", now, now, worker=peer.index, step=self._era, version=version)
+            return behind
+
+    def remember(self, mine: Sequence[Gradient]) -> None:
+        """All ranks gave as many gradients of the same steps as this one: one that dies may not have said so."""
+        now, last = self._fabric.now(), self._worker.batch + 1
+        self._given.extend((now, g, last - len(mine) + i) for i, g in enumerate(mine))
+        while self._given and self._given[0][0] < now - UNHEARD_S:
+            self._given.popleft()
+
+    def _form_first(self) -> None:
+        """On the links that are there."""
+        self._era, self._peers = 0, [Peer("worker", i) for i in range(self._fabric.counts["worker"])]
+        self._take_places()
+        try:
+            self._catch_up([], 0)
+        except PeerLost:
+            self.form_anew()
+
+    def _form(self) -> None:
+        """On new links, between all that are there after the same changes of the membership."""
+        members, me = self._fabric.members, self._fabric.me
+        self._era, self._links = members.era, []
+        others = members.present(self._fabric.others("worker"))
+        self._peers = sorted([me, *others])
+        self._fabric.relink(others, tag=self._era, unless=lambda: members.era != self._era)
+        self._take_places()
+
+    def _take_places(self) -> None:
+        me = self._fabric.me
+        links = [None if peer == me else self._fabric.link(*peer) for peer in self._peers]
+        self._links = [link for link in links if link is not None]
+        self.ranks = Ranks(self._peers.index(me), links)
+
+    def _catch_up(self, before: Sequence[Peer], waiting: int) -> bool:
+        """Let all hold the state of who is furthest; was this rank not as far? `before`: who was in the group."""
+        worker, mine = self._worker, self._holder.version if self._begun else -1
+        told = all_gather(self.ranks, [torch.tensor([mine, worker.step, *self._size])])
+        versions, steps, *sizes = zip(*(values.tolist() for (values,) in told), strict=True)
+        self._check_sizes(list(zip(*sizes, strict=True)))
+        newest = max(versions)
+        if newest < 0:
+            broadcast(self.ranks, worker.flat.params)  # the chief's, so that all begin alike
+        elif mine < newest:
+            self._take(versions.index(newest))
+        elif versions.index(newest) == self.ranks.rank:
+            self._give([rank for rank, version in enumerate(versions) if version < newest], waiting)
+        now = dict(zip(self._peers, versions, strict=True))
+        self._speak_for([peer for peer in before if now.get(peer, -1) < 0])  # all do: any may be the next to die
+        worker.step, self._begun = max(steps) + (mine < 0 <= newest), True
+        return 0 <= mine < newest
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        return self._worker.flat.size, self._worker.flat.dtype.itemsize
+
+    def _check_sizes(self, sizes: Sequence[tuple[int, ...]]) -> None:
+        """BadMessage if the model's factory made another one elsewhere: gloo aborts where more is lent than awaited."""
+        for peer, (numel, itemsize) in zip(self._peers, sizes, strict=True):
+            if (numel, itemsize) != self._size:
+                raise BadMessage(
+                    f"{peer} has a model of {numel} numbers of {itemsize} bytes, {self._fabric.me} one of "
+                    f"{self._size[0]}: the factory must make the same one everywhere"
+                )
+
+    def _give(self, behind: Sequence[int], waiting: int) -> None:
+        """Send what this rank holds to those that are behind."""
+        if behind:
+            state = packed({"holder": self._holder.state(), "next": self._worker.next - waiting})
+            for rank in behind:
+                self.ranks.post(rank, state)
+            self.ranks.flush()
+
+    def _take(self, giver: int) -> None:
+        """Be where `giver` is. A rank that was in the group before goes on with its own batches."""
+        state = unpacked(self.ranks.recv_all(giver)[0])
+        self._holder.restore(state["holder"])
+        if not self._begun:
+            self._worker.next = state["next"]
+
+    def _speak_for(self, lost: Sequence[Peer]) -> None:
+        """Say what those gave last, who may have died before they could."""
+        for at_s, g, batch in self._given if lost else ():
+            facts = g.facts | {"loss": math.nan, "version": g.read + 1, "batch": batch}
+            for peer in lost:
+                self._fabric.record("apply", at_s, at_s, **(facts | {"worker": peer.index}))
