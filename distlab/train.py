@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distlab import trace
 from distlab.clusters.base import Cluster, Ending, Launched
-from distlab.clusters.scenario import Scenario
+from distlab.clusters.scenario import Scenario, check_scenario
 from distlab.errors import DistlabError
 from distlab.fabric import Peer
 from distlab.options import check_count, options
@@ -108,7 +108,7 @@ class LiveRun:
 
     @options
     def revive(self, *, worker: int) -> None:
-        """Let a new process take the place of a worker that has died."""
+        """Let a new process take the place of a worker that has died, or of one that lives, as soon as it dies."""
         self._change(Scenario.revive, worker=worker, at_s=0.0)
 
     @options
@@ -137,6 +137,8 @@ class LiveRun:
         run only, as are `resume`, `step` and `params`)."""
         if worker is None:
             self.launched.pause()
+        elif for_s == math.inf:
+            raise ValueError("a pause ends: say for_s=..., or kill the worker")
         else:
             self._change(Scenario.pause, worker=worker, from_s=0.0, to_s=for_s)
 
@@ -144,7 +146,11 @@ class LiveRun:
         """One more line of the cluster's scenario, from now on: checked by the same method."""
         if not isinstance(self._cluster, Scenario):
             raise DistlabError(f"nothing can be done to the processes of {self._cluster!r}")
-        self.launched.change(line(self._cluster, **words).changes[-1])
+        change = line(self._cluster, **words).changes[-1]
+        check_scenario([change], self._strategy, self._cluster.num_workers)
+        if self.launched.wait(0) is not None:
+            raise DistlabError("the run has ended: nothing can be done to its processes any more")
+        self.launched.change(change)
 
     def resume(self) -> None:
         """Go on after `pause` or `step`."""

@@ -241,6 +241,69 @@ def test_worker_that_is_there_is_revived_once_it_has_died(cluster):
     assert sound(run)
 
 
+TWICE = (
+    dl.SimulatedCluster(3, compute=0.1)
+    .kill(worker=0, at_step=5)
+    .revive(worker=0, at_s=1)
+    .kill(worker=0, at_s=2.05)
+    .revive(worker=0, at_s=3)
+)
+
+
+@pytest.mark.parametrize("strategy", [*GROUPS, dl.AsyncPS(), dl.SyncPS(on_too_few="wait"), dl.Hogwild()], ids=repr)
+def test_worker_that_dies_and_comes_back_twice_is_accounted_for(strategy):
+    """The second time in the middle of what it does for the first time since: its steps have numbers of their own."""
+    run = train(regression("momentum"), strategy, TWICE, 150 if strategy.gradients_per_update(3) == 1 else 60)
+    assert len(run.trace.select("revive")) == 2
+    assert run.ledger.problems == ()
+    assert run.replay().params.equal(run.params)
+
+
+@pytest.mark.parametrize("at_s", [1.7, 2.0, 2.73, 4.0])
+@pytest.mark.parametrize(
+    ("strategy", "most"), [(dl.AllReduce(), 45), (dl.AllReduce(accumulate=3), 15), (dl.LocalSGD(every=4), 12)], ids=repr
+)
+def test_worker_that_comes_back_has_no_more_data_than_it_had(strategy, most, at_s):
+    """Also where the others were past its share by then."""
+    cluster = dl.SimulatedCluster(2, compute=0.1).kill(worker=1, at_step=16).revive(worker=1, at_s=at_s)
+    run = dl.train(regression(), strategy, cluster, num_batches=[45, 19], progress=False)
+    assert run.num_updates <= most
+    assert max(e.batch for e in run.ledger.entries if e.worker == 1) < 19
+    assert sound(run)
+
+
+@pytest.mark.parametrize("at_s", [3.9, 4.0, 4.05, 4.1])
+@pytest.mark.parametrize("strategy", [dl.AllReduce(), dl.LocalSGD(every=4)], ids=repr)
+def test_worker_that_comes_back_when_all_is_nearly_over_ends_with_the_others(strategy, at_s):
+    cluster = dl.SimulatedCluster(3, compute=0.1).kill(worker=1, at_step=16).revive(worker=1, at_s=at_s)
+    num_updates = 10 if isinstance(strategy, dl.LocalSGD) else 40
+    run = train(regression(), strategy, cluster, num_updates)
+    assert run.num_updates == num_updates
+    assert sound(run)
+
+
+def test_message_does_not_overtake_the_one_before_whose_delay_was_longer():
+    """Or a rank that comes back would take the state for its answer."""
+    cluster = dl.SimulatedCluster(2, compute=0.1).delay(worker=1, by_s=0.1, from_s=1.45, to_s=2.45)
+    cluster = cluster.kill(worker=1, at_step=18).revive(worker=1, at_s=2.4)
+    assert sound(dl.train(regression(), dl.AllReduce(), cluster, num_batches=[45, 19], progress=False))
+
+
+def test_worker_that_comes_back_and_dies_at_once_does_not_end_the_run(local):
+    live = dl.start(regression(), dl.AsyncPS(locking="server"), local, num_updates=10**6)
+    until(lambda: live.version > 5)
+    live.kill(worker=1)
+    live.revive(worker=1)
+    before = live.launched.pids["worker 1"]
+    until(lambda: live.launched.pids["worker 1"] != before)
+    os.kill(live.launched.pids["worker 1"], signal.SIGKILL)
+    until(lambda: len(live.trace.select("death")) == 2)
+    now = live.version
+    until(lambda: live.version > now + 20)
+    live.stop()
+    assert live.wait().ledger.balances
+
+
 # The chief
 
 

@@ -80,12 +80,27 @@ def test_scenario_of_a_file_is_the_one_of_its_lines(cluster, tmp_path):
         ({"kind": "kill", "at_s": 1}, ValueError, "kill names one process, .* got none"),
         ({"kind": "kill", "worker": 0, "server": 0, "at_s": 1}, ValueError, "kill names one process"),
         ({"kind": "kill", "worker": 0, "at_step": 1.5}, TypeError, "at_step must be a whole number"),
+        ({"kind": "kill", "worker": 0, "at_step": -1}, ValueError, "at_step must be at least 0, got -1"),
         ({"kind": "revive", "worker": -1, "at_s": 0}, ValueError, "worker must be at least 0"),
     ],
 )
 def test_bad_line_is_refused_before_anything_starts(cluster, line, error, told):
     with pytest.raises(error, match=told.replace("{", r"\{")):
         cluster.line(line)
+
+
+@pytest.mark.parametrize(("text", "told"), [("{", "is not JSON"), ('{"kind": "slow"}', "must hold a list of lines")])
+def test_file_that_holds_no_lines_is_refused(cluster, tmp_path, text, told):
+    path = tmp_path / "scenario.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"scenario.json {told}"):
+        cluster.scenario(path)
+
+
+def test_process_that_a_strategy_does_not_have_cannot_be_killed(cluster):
+    for strategy, words, has in ((dl.AllReduce(), {"server": 0}, "none"), (dl.AsyncPS(), {"server": 5}, "0 to 0")):
+        with pytest.raises(ValueError, match=rf"there is no server . to kill under .*: it has {has}"):
+            train(regression(), strategy, cluster.kill(**words, at_s=1), 5)
 
 
 # What is due
@@ -282,8 +297,15 @@ def test_live_change_is_checked(live):
         live.kill(worker=7)
     with pytest.raises(TypeError, match="slow has no option 'factors': did you mean 'factor'"):
         live.slow(worker=0, factors=2)
-    with pytest.raises(ValueError, match="a pause ends: say to_s"):
+    with pytest.raises(ValueError, match="a pause ends: say for_s"):
         live.pause(worker=0)
+
+
+def test_nothing_can_be_done_to_a_run_that_has_ended(cluster):
+    live = dl.start(regression(), dl.AsyncPS(), cluster, num_updates=5)
+    live.wait()
+    with pytest.raises(dl.DistlabError, match="the run has ended"):
+        live.slow(worker=1, factor=2)
 
 
 def test_kill_without_a_name_ends_the_whole_run(cluster):

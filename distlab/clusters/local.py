@@ -27,7 +27,7 @@ from distlab.clusters.base import ONLY_SIMULATED, Cluster, Ending, Launched, Sin
 from distlab.clusters.faults import Faults
 from distlab.clusters.member import Member, lost, notice, rebuild, start, warm
 from distlab.clusters.process import Place
-from distlab.clusters.scenario import Scenario, peer_of, sentence
+from distlab.clusters.scenario import Scenario, check_scenario, peer_of, sentence
 from distlab.errors import PeerLost, ProcessLost
 from distlab.fabric import Peer
 from distlab.fabric.network import Change
@@ -97,6 +97,7 @@ class LocalCluster(Scenario, Cluster):
         if strategy.simulated_only:
             raise ValueError(f"on real processes this cannot be had: {strategy.simulated_only}")
         self.check_open()
+        check_scenario(self.changes, strategy, self.num_workers)
         payload = process.pack(strategy, job)
         for older in list(self._runs):
             older.kill("a newer run on the same cluster")
@@ -144,10 +145,12 @@ class Processes(Launched):
 
     def _begin(self, me: Peer) -> None:
         """Start one process: the first under this name, or one that takes its place."""
+        before = self._members.get(me)
         dies_at = [c.at_step for c in self._cluster.changes if c.at_step >= 0 and peer_of(c, self._layout) == me]
         place = Place(
             me, self._layout.counts, tuple(self._layout.links), self._cluster.links, self._folder.name, self._token,
-            self._cluster.compute_time_s, tuple(self._told), tuple(self._faults.weather(me).said),
+            self._cluster.compute_time_s, tuple(self._told), before.step if before else -1,
+            tuple(self._faults.weather(me).said),
             math.inf if self._told or not dies_at else min(dies_at),
         )  # fmt: skip
         member = self._members[me] = start(self._payload, place)
@@ -258,8 +261,9 @@ class Processes(Launched):
             if now - member.heard_s > limit and not member.stopped:
                 member.give_up(f"silent for {limit:g} s, and ended")
         if now > self._end_by_s:
+            cut_off = [m for m in running if self._faults.weather(m.me).cut]
             held_up = [m for m in running if self._strategy.survives(m.me)]  # a server only waits for its workers
-            for member in held_up or running:
+            for member in cut_off or held_up or running:
                 member.give_up(f"not at its end {limit:g} s after the run's, and ended")
             self._end_by_s = now + limit
 
@@ -332,7 +336,7 @@ class Processes(Launched):
                 self._tell("left", member.me)
             return
         self._sink.events(notice("death", member))
-        has_met = member.linked or not self._layout.links
+        has_met = member.linked or not self._layout.links or any(m.me == member.me for m in self._ended)
         if has_met and self._strategy.survives(member.me) and not self._killed:
             self._missed.append(lost(member))
             self._sink.output(member.me, f"{self._missed[-1]}; the others go on")

@@ -41,6 +41,7 @@ class Place:
     token: int
     pad_s: float
     told: tuple[tuple[str, Peer], ...] = ()  # changes of the membership, so far
+    step: int = -1  # the last that was heard of another process of this name
     weather: tuple[str, ...] = ()
     dies_at: float = math.inf
 
@@ -84,6 +85,7 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s, folder=place.folder)
     for what, peer in place.told:
         fabric.tell(what, peer)
+    fabric.step = place.step + bool(place.told)
     fabric.weather.change(list(place.weather))
     fabric.dies_at = place.dies_at
     threading.Thread(target=control.listen, args=(fabric, place.folder), daemon=True).start()

@@ -8,7 +8,7 @@ the moment at which all had found each other.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +17,7 @@ from distlab.fabric import Peer
 from distlab.fabric.laws import positive_number
 from distlab.fabric.network import Change
 from distlab.options import check_count, check_options, check_positive, check_seconds, check_word, options
-from distlab.strategies.base import Layout
+from distlab.strategies.base import Layout, Strategy
 
 ROLES = ("worker", "server", "client")
 
@@ -68,6 +68,8 @@ class Scenario:
             raise ValueError(f"kill names one process, as in kill(worker=0, at_s=1), got {named or 'none'}")
         if (at_s is None) == (at_step is None):
             raise ValueError("kill says when, by at_s= or by at_step=")
+        if at_step is not None:
+            check_count("at_step", at_step, least=0)
         (role, index), at = *named.items(), 0.0 if at_s is None else at_s
         return self.changed(Change("kill", index, at, role=role, at_step=-1 if at_step is None else at_step))
 
@@ -79,7 +81,13 @@ class Scenario:
     def scenario(self, path: str | Path) -> Self:
         """The lines in a file: JSON, such as ``[{"kind": "kill", "worker": 0, "at_s": 12}]``."""
         made = self
-        for line in json.loads(Path(path).read_text()):
+        try:
+            lines = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if not isinstance(lines, list):
+            raise ValueError(f"{path} must hold a list of lines, got {lines!r}")
+        for line in lines:
             made = made.line(line)
         return made
 
@@ -121,6 +129,16 @@ def check_change(change: Change, num_workers: int) -> Change:
     if change.kind == "pause" and change.to_s == math.inf:
         raise ValueError("a pause ends: say to_s=..., or kill the worker")
     return change
+
+
+def check_scenario(changes: Iterable[Change], strategy: Strategy, num_workers: int) -> None:
+    """ValueError if a strategy has no such server or client. A worker that it does not have is nobody's: so strategies
+    can be compared on one cluster."""
+    counts = strategy.layout(num_workers).counts
+    for change in changes:
+        if change.role != "worker" and change.worker >= counts.get(change.role, 0):
+            has = f"0 to {counts[change.role] - 1}" if change.role in counts else "none"
+            raise ValueError(f"there is no {change.role} {change.worker} to kill under {strategy!r}: it has {has}")
 
 
 def sentence(change: Change) -> str:

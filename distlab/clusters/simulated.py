@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from distlab.clusters.base import Cluster, Sink
-from distlab.clusters.scenario import Scenario, peer_of, sentence
+from distlab.clusters.scenario import Scenario, check_scenario, peer_of, sentence
 from distlab.clusters.simulated_run import SimulatedRun
 from distlab.fabric import Peer
 from distlab.fabric.laws import Empirical, Gamma, Law, law
@@ -136,6 +136,7 @@ class SimulatedCluster(Scenario, Cluster):
         self.check_open()
         if strategy.real_only:
             raise ValueError(f"on a simulated cluster this cannot be had: {strategy.real_only}")
+        check_scenario(self.changes, strategy, self.num_workers)
         return SimulatedRun(self, strategy, job, sink, paused)
 
     def laws(self, me: Peer) -> dict[str, Law]:

@@ -173,7 +173,7 @@ class SimulatedRun(Launched):
         node = self._cluster.node(world, peer, self._layout, changes, seed=[self._lives, peer.index])
         for what, other in self._told:
             node.tell(what, other)
-        world.nodes[peer] = node
+        world.nodes[peer], node.step = node, old.step + 1
         node.record("revive", node.now(), node.now(), worker=peer.index)
         self._tell("came", peer)
         era = node.members.era

@@ -182,16 +182,66 @@ class Meeting:
             if unless():
                 raise PeerLost("another process")
             time.sleep(RETRY_S)
+        making = Making(lambda: self._make(tag, peers))
+        while not making.done.wait(RETRY_S):
+            if unless():  # one of the others may have died, or heard of it and gone: it would never come
+                making.abandon()
+                raise PeerLost("another process")
+        return making.links()
+
+    def wake(self) -> None:
+        """`meet` looks by itself."""
+
+    def _make(self, tag: int, peers: Sequence[Peer]) -> dict[Peer, GlooLink]:
         alike = sorted(peer for peer in peers if peer.role == self._me.role)
         groups = [[self._me, peer] for peer in sorted(peers) if peer not in alike] + [[self._me, *alike]] * bool(alike)
         made = [self._links(tag, sorted(group)) for group in groups]
         return {peer: link for links in made for peer, link in links.items()}
-
-    def wake(self) -> None:
-        """`meet` looks by itself."""
 
     def _links(self, tag: int, group: list[Peer]) -> dict[Peer, GlooLink]:
         name = f"{tag}/{'-'.join(map(str, group))}"
         made = Gloo(dist.PrefixStore(name, self._store), group.index(self._me), len(group), self._options)
         others = [(rank, peer) for rank, peer in enumerate(group) if peer != self._me]
         return {peer: GlooLink(made, rank, self._me, peer, self._token) for rank, peer in others}
+
+
+class Making:
+    """Links being made in a thread of their own: gloo cannot be told to stop waiting for somebody.
+
+    Attributes:
+        done: set when they are there, or cannot be had.
+    """
+
+    def __init__(self, make: Callable[[], dict[Peer, GlooLink]]) -> None:
+        self.done, self._lock = threading.Event(), threading.Lock()
+        self._links: dict[Peer, GlooLink] = {}
+        self._error: RuntimeError | None = None
+        self._abandoned = False
+        threading.Thread(target=self._run, args=(make,), daemon=True).start()
+
+    def links(self) -> dict[Peer, GlooLink]:
+        """What was made; PeerLost if somebody was lost meanwhile."""
+        if self._error is not None:
+            raise PeerLost("another process") from self._error
+        return self._links
+
+    def abandon(self) -> None:
+        """Nobody wants them any more, and those at the other ends shall hear it, should the links ever be there."""
+        with self._lock:
+            self._abandoned = True
+            self._hang_up()
+
+    def _run(self, make: Callable[[], dict[Peer, GlooLink]]) -> None:
+        try:
+            links = make()
+            with self._lock:
+                self._links = links
+                if self._abandoned:
+                    self._hang_up()
+        except RuntimeError as error:
+            self._error = error
+        self.done.set()
+
+    def _hang_up(self) -> None:
+        for link in self._links.values():
+            link.hang_up()

@@ -108,6 +108,7 @@ class Traffic:
         self, nics: dict[Peer, Nic], at: Callable[[float, Callable[[Any], None]], None], now: Callable[[], float]
     ):
         self._nics, self._at, self._now = nics, at, now
+        self._newest: dict[tuple[Peer, Peer], float] = {}  # when the last message of a link arrives, where that varies
 
     def send(self, source: Peer, target: Peer, num_bytes: int, deliver: Callable[[Any], None]) -> float:
         """Send so many bytes; `deliver` is called when the last one is there. Returns when the last one has left."""
@@ -119,7 +120,12 @@ class Traffic:
             return math.inf  # cut off for good: it never leaves
         gone = start + num_bytes / out.rate(start)
         out.out_free_s = gone
-        latency = out.network.latency_s + out.delay_s(start) + into.delay_s(start)
+        latency = out.network.latency_s
+        if out.changes or into.changes:  # a message does not overtake the one before, whose delay may have been longer
+            arrives = max(
+                start + latency + out.delay_s(start) + into.delay_s(start), self._newest.get((source, target), 0)
+            )
+            self._newest[source, target], latency = arrives, arrives - start
         if out.network.bandwidth_bytes_per_s == math.inf:
             self._at(start + latency, deliver)
         else:

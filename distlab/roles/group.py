@@ -44,18 +44,26 @@ class Group:
 
     Args:
         holder: of what is equal on all ranks.
+        keeps: does a rank give what it has again to a new group, or does it drop it and compute anew?
         stop: called once the links of the old group are gone: whatever still uses them must come to its end.
 
     Attributes:
         ranks: for collectives.
+        over: has one of the ranks come to the end of the run? Then there is no further exchange.
     """
 
     ranks: Ranks
+    over = False
 
-    def __init__(self, worker: Worker, holder: Holder, stop: Callable[[], None]) -> None:
+    def __init__(self, worker: Worker, holder: Holder, stop: Callable[[], None], *, keeps: bool = False) -> None:
         self._worker, self._fabric, self._holder, self._stop = worker, worker.fabric, holder, stop
+        self._keeps = keeps
         self._begun = False  # is there a version?
-        self._given: deque[tuple[float, Gradient, int]] = deque()  # when, a gradient that all gave alike, its batch
+        self._given: deque[tuple[float, Gradient, int, dict[Peer, int]]] = (
+            deque()
+        )  # when, what, which batch, whose step
+        self._steps: dict[Peer, int | None] = {}  # of each rank, in a new group; None: it begins after the highest
+        self._highest = 0
         self._era, self._peers, self._links = -1, list[Peer](), list[Link]()
         if self._fabric.members.era:
             self.form_anew()
@@ -92,11 +100,19 @@ class Group:
             return behind
 
     def remember(self, mine: Sequence[Gradient]) -> None:
-        """All ranks gave as many gradients of the same steps as this one: one that dies may not have said so."""
-        now, last = self._fabric.now(), self._worker.batch + 1
-        self._given.extend((now, g, last - len(mine) + i) for i, g in enumerate(mine))
+        """All ranks gave as many gradients as this one, of the same batches: one that dies may not have said so."""
+        now, batch, last = self._fabric.now(), self._worker.batch + 1, self._last_steps(len(mine))
+        for i, g in enumerate(mine, 1 - len(mine)):
+            self._given.append((now, g, batch - 1 + i, {peer: step + i for peer, step in last.items()}))
         while self._given and self._given[0][0] < now - UNHEARD_S:
             self._given.popleft()
+
+    def _last_steps(self, count: int) -> dict[Peer, int]:
+        """Of each rank, the step of the last of `count` gradients. From then on all count alike again."""
+        last = {peer: self._steps.get(peer, self._worker.step) for peer in self._peers}
+        found = {peer: self._highest + count if step is None else step for peer, step in last.items()}
+        self._worker.step, self._steps = max(found.values()), {}
+        return found
 
     def _form_first(self) -> None:
         """On the links that are there."""
@@ -125,8 +141,8 @@ class Group:
     def _catch_up(self, before: Sequence[Peer], waiting: int) -> bool:
         """Let all hold the state of who is furthest; was this rank not as far? `before`: who was in the group."""
         worker, mine = self._worker, self._holder.version if self._begun else -1
-        told = all_gather(self.ranks, [torch.tensor([mine, worker.step, *self._size])])
-        versions, steps, *sizes = zip(*(values.tolist() for (values,) in told), strict=True)
+        told = all_gather(self.ranks, [torch.tensor([mine, worker.step, worker.ended, *self._size])])
+        versions, steps, ended, *sizes = zip(*(values.tolist() for (values,) in told), strict=True)
         self._check_sizes(list(zip(*sizes, strict=True)))
         newest = max(versions)
         if newest < 0:
@@ -135,9 +151,15 @@ class Group:
             self._take(versions.index(newest))
         elif versions.index(newest) == self.ranks.rank:
             self._give([rank for rank, version in enumerate(versions) if version < newest], waiting)
+        self.over = any(ended)
         now = dict(zip(self._peers, versions, strict=True))
         self._speak_for([peer for peer in before if now.get(peer, -1) < 0])  # all do: any may be the next to die
-        worker.step, self._begun = max(steps) + (mine < 0 <= newest), True
+        worker.ended |= self.over and mine < 0
+        self._begun, self._highest = True, max(steps)
+        if self._keeps and newest >= 0:
+            self._steps = {peer: s if now[peer] == newest else None for peer, s in zip(self._peers, steps, strict=True)}
+        if not self._keeps or mine < newest:
+            worker.step = max(steps) + (mine < 0 <= newest)
         return 0 <= mine < newest
 
     @property
@@ -170,7 +192,8 @@ class Group:
 
     def _speak_for(self, lost: Sequence[Peer]) -> None:
         """Say what those gave last, who may have died before they could."""
-        for at_s, g, batch in self._given if lost else ():
+        for at_s, g, batch, step_of in self._given if lost else ():
             facts = g.facts | {"loss": math.nan, "version": g.read + 1, "batch": batch}
             for peer in lost:
-                self._fabric.record("apply", at_s, at_s, **(facts | {"worker": peer.index}))
+                if peer in step_of:
+                    self._fabric.record("apply", at_s, at_s, **(facts | {"worker": peer.index, "step": step_of[peer]}))

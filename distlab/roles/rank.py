@@ -21,9 +21,10 @@ class Rank:
     Args:
         exchange: how the sum is made.
         holder: of what is equal on all ranks.
+        keeps: can `fill` write what this rank gives again, once an exchange was broken off?
     """
 
-    def __init__(self, worker: Worker, exchange: Exchange, holder: Holder) -> None:
+    def __init__(self, worker: Worker, exchange: Exchange, holder: Holder, *, keeps: bool = False) -> None:
         self.worker, self._exchange, self._holder = worker, exchange, holder
         shares = exchange.shares[:-1]  # the last bucket waits for `mean`: until then nobody can apply a gradient of nan
         self._parts = Parts([FORWARD + (1 - FORWARD) * share for share in shares], self._is_there)
@@ -32,7 +33,7 @@ class Rank:
         self._missing: list[set[int]] = []  # of each bucket, the parameters whose gradient is not there yet
         if len(exchange.buckets) > 1:
             self._watch()
-        self._group = Group(worker, holder, self._stop_summing)
+        self._group = Group(worker, holder, self._stop_summing, keeps=keeps)
 
     def begin(self, *, contributes: int) -> Parts | None:
         """Sum each bucket as soon as the coming backward pass is done with it; None if there is only one.
@@ -66,10 +67,10 @@ class Rank:
             try:
                 return self._mean(mine, contributes, fill)
             except PeerLost:
-                behind = self._group.form_anew(0 if fill is not None else len(mine))
-                if behind or fill is None:
+                behind = self._group.form_anew(len(mine))
+                if behind or fill is None or self._group.over:
                     self._account_for(mine, behind)
-                    return False, False
+                    return False, self._group.over
 
     def leave(self) -> None:
         """Wait until all have come to the end: whoever is a version behind still needs one to take it from."""

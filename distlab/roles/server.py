@@ -143,6 +143,11 @@ class Server:
             self.left.discard(worker)
 
     @property
+    def unnoticed(self) -> set[int]:
+        """The workers that are lost, as this process has been told, and whose links have not said so."""
+        return {peer.index for peer in list(self.fabric.members.lost) if peer.role == "worker"} - self.dead - self.left
+
+    @property
     def deserted(self) -> bool:
         """Every worker has gone."""
         return len(self.left | self.dead) == self.num_workers
@@ -263,7 +268,10 @@ class ServerPort:
 
     def __init__(self, worker: Worker, links: Sequence[Link], shards: Sequence[Shard]) -> None:
         self.worker, self.links, self._shards = worker, links, shards
-        self._last_push = -1  # that has arrived: the step; another process of this name may have sent it
+        self._pulled, self._last_push = (
+            False,
+            -1,
+        )  # that has arrived: the step; another process of this name may have sent it
         self._whole = torch.zeros_like(worker.flat.params) if len(links) > 1 else None
 
     @property
@@ -274,11 +282,13 @@ class ServerPort:
 
     def pull(self) -> Params:
         """Ask for the parameters and wait for them. The chief sends the first ones before."""
-        if self.worker.is_chief and self.worker.step == 0:
+        begins = not self._pulled
+        self._pulled = True
+        if begins and self.worker.is_chief:
             self._post(Kind.INIT, self.worker.flat.params)
         self._post(Kind.PULL)
         params = self.answer()
-        if not self.worker.step and self._last_push >= 0:  # another process of this name has come so far
+        if begins and (self._last_push >= 0 or self.worker.next):  # another process of this name has come so far
             self.worker.step = self.worker.next = self._last_push + 1
         return params
 

@@ -68,7 +68,8 @@ class Worker(Computer):
         super().__init__(task, **part)
         self.fabric, fabric.flat = fabric, self.flat
         self.ended = False
-        self.batch, self.next, self._num_batches = 0, 0, num_batches
+        first = max(fabric.step, 0)  # of a process that takes another's place: it goes on there, unless it is told more
+        self.batch, self.next, self._num_batches = first, first, num_batches
         self.chief: Chief | None = None
         self.make_chief: Callable[[], Chief | None] | None = None
         fabric.seed(self.seed)
@@ -94,7 +95,7 @@ class Worker(Computer):
 
     def batches(self) -> Iterator[Any]:
         """This worker's batches, until the run is over or its data is used up."""
-        while not self.ended and self.next != self._num_batches:
+        while not self.ended and (self._num_batches is None or self.next < self._num_batches):
             self.fabric.step = self.step
             self.batch, self.next = self.next, self.next + 1
             yield self.fabric.timed("load", lambda: self.stream.batch(self.batch)).value

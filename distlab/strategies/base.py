@@ -206,7 +206,9 @@ class ParameterServerStrategy(Strategy):
             fabric.spawn(self._serve_one, server, port)
         arrivals = fabric.members.arrivals
         while not self._is_done(server):
-            fabric.until(lambda: bool(arrivals) or self._is_done(server), "its workers")
+            fabric.until(lambda: bool(arrivals or server.unnoticed) or self._is_done(server), "its workers")
+            for worker in server.unnoticed:  # a link over gloo may never say that its peer died while it was made
+                self._lose(server, worker)
             if arrivals:
                 self._greet(server, *arrivals.popleft())
         server.close()
@@ -233,11 +235,16 @@ class ParameterServerStrategy(Strategy):
             self.serve(server, port)
             server.leave(port.index)
         except PeerLost:
-            server.leave(port.index, died=True)
-            begun = server.ready or port.index > 0  # without the chief's first parameters nothing can go on
-            goes_on = self.survives(port.link.peer) and begun and self.goes_on(server)
-            if not (goes_on or server.over):
-                raise
+            if port in server.ports:  # and not one whose place another has taken
+                self._lose(server, port.index)
+
+    def _lose(self, server: Server, worker: int) -> None:
+        """A worker has died; PeerLost if the run cannot go on without it."""
+        server.leave(worker, died=True)
+        begun = server.ready or worker > 0  # without the chief's first parameters nothing can go on
+        goes_on = self.survives(Peer("worker", worker)) and begun and self.goes_on(server)
+        if not (goes_on or server.over):
+            raise PeerLost(f"worker {worker}")
 
     def _work(self, fabric: Fabric, job: Job) -> Outcome:
         worker = worker_of(fabric, job)

@@ -80,7 +80,7 @@ class LocalSGD(Strategy):
         worker = worker_of(fabric, job)
         flat, updater = worker.flat, Updater(fabric, job.task, worker.flat)
         rounds = Rounds(job.task, flat, self.outer)
-        rank = Rank(worker, self.exchange(flat), rounds)
+        rank = Rank(worker, self.exchange(flat), rounds, keeps=True)
         rounds.begin(flat.params)
         mine: list[Gradient] = []
         for batch in worker.rounds():
