@@ -5,9 +5,11 @@
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ...  # loss.backward() goes through the other process; the optimizer knows nothing of it
 
-The hard idea is that the device remembers nothing but what backward needs: parameters and buffers go there with the
-inputs, and come back with the outputs and the gradients. So every optimizer, hook and checkpoint works as if the
-module were here. `InGraph(place=...)` keeps parameters on their device instead.
+The hard idea is that the device remembers nothing but what backward needs: parameters, buffers and training modes go
+there with the inputs, and come back with the outputs and the gradients. So every optimizer, hook and checkpoint works
+as if the module were here. `InGraph(place=...)` keeps parameters on their device instead. What does not travel:
+attributes that are no tensors (a dropout's `p` is the one it had when it was put there), and whether a parameter was
+used at all: an unused one has a gradient of zeros, not None.
 """
 
 import os
@@ -134,8 +136,12 @@ class There(nn.Module):
     def __init__(self, device: Device, module: nn.Module) -> None:
         super().__init__()
         self.module, self.device = module, device
-        self.number = device.ask("hold", module)
+        self._hold()
         self.done: list[int] = []  # calls that backward will not come back to
+
+    def _hold(self) -> None:
+        self.trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        self.number = self.device.ask("hold", self.module)
 
     def forward(self, *inputs: Any, **others: Any) -> Any:
         """The module's outputs, as if it were here."""
@@ -145,18 +151,29 @@ class There(nn.Module):
             raise TypeError(
                 f"{kind} was called with {', '.join(got)}: in another process it takes tensors, by position"
             )
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("autocast does not reach another process: leave it for what is on a Device")
+        if self.trained != [name for name, p in self.module.named_parameters() if p.requires_grad]:
+            self._hold()  # others are to be trained now
         held = [p for p in self.module.parameters() if p.requires_grad]
         return Call.apply(self, torch.is_grad_enabled(), len(inputs), *inputs, *held)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "There":
         super()._apply(*args, **kwargs)
-        self.number = self.device.ask("hold", self.module)  # of another dtype now, perhaps
+        self._hold()  # of another dtype now, perhaps
         return self
 
     def ask(self, kind: Kind, *tensors: Tensor) -> Any:
         """Ask the device."""
         done, self.done = self.done, []
-        return self.device.ask("compute", self.number, kind, tensors, dict(self.module.named_buffers()), done)
+        modes = [module.training for module in self.module.modules()]
+        return self.device.ask("compute", self.number, kind, tensors, untrained(self.module), modes, done)
+
+
+def untrained(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and parameters that are frozen, by name."""
+    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+    return dict(module.named_buffers()) | frozen
 
 
 class Ticket:
@@ -185,9 +202,11 @@ class Call(torch.autograd.Function):
             for view, parameter in zip(ctx.layout.views(values[0]), held, strict=True):
                 view.copy_(parameter)
         plan = torch.tensor([there.number, ctx.ticket.call, there.module.training, remember, *ctx.needs])
+        ctx.held, ctx.versions = held, [p._version for p in held]
         outputs, count, buffers = there.ask(Kind.DATA if held else Kind.FORWARD, *values, *inputs, plan)
         for name, buffer in there.module.named_buffers():
-            buffer.copy_(buffers[name])
+            if not torch.equal(buffer, buffers[name]):  # else what autograd has saved of it stays good
+                buffer.copy_(buffers[name])
         return outputs[0] if count == BARE else tuple(outputs)
 
     @staticmethod
@@ -195,6 +214,8 @@ class Call(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send the outputs' gradients, and take those of inputs and parameters."""
         there, call = ctx.ticket.there, ctx.ticket.call
+        if ctx.versions != [p._version for p in ctx.held]:
+            raise RuntimeError("a parameter on a Device has been changed between forward and backward")
         found, values = there.ask(Kind.BACKWARD, *grads, torch.tensor([there.number, call]))
         inputs = iter(found)
         held = [] if ctx.layout is None else ctx.layout.views(values)
@@ -224,13 +245,16 @@ def answered(served: list[Served], what: str, *details: Any) -> Any:
     if what == "hold":
         served.append(Served(details[0], type(details[0]).__name__))
         return len(served) - 1
-    number, kind, tensors, buffers, done = details
+    number, kind, tensors, values, modes, done = details
     piece, message = served[number], Message(kind, tensors)
     piece.forget(done)
     if kind is Kind.BACKWARD:
         if piece.flat is not None:
             piece.flat.grads.zero_()
         return piece.backward(message), None if piece.flat is None else piece.flat.grads
-    for name, buffer in piece.module.named_buffers():
-        buffer.copy_(buffers[name])
+    for name, tensor in untrained(piece.module).items():
+        if not torch.equal(tensor, values[name]):
+            tensor.copy_(values[name])
+    for module, mode in zip(piece.module.modules(), modes, strict=True):
+        module.training = mode
     return piece.forward(message), piece.num_outputs, dict(piece.module.named_buffers())

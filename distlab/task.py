@@ -155,10 +155,11 @@ class Task(Options):
             )
         with forked():
             self._check_step(model)
-        self._check_optimizer(params)
+        self.check_optimizer(params)
         self._check_judges()
 
-    def _check_optimizer(self, params: list[nn.Parameter]) -> None:
+    def check_optimizer(self, params: list[nn.Parameter]) -> None:
+        """TypeError or ValueError if its factory makes no optimizer of `params` that can be used here."""
         made = self.optimizer(params)
         if not isinstance(made, torch.optim.Optimizer):
             raise TypeError("the optimizer factory must return a torch.optim.Optimizer")

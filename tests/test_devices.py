@@ -162,3 +162,73 @@ def test_torchs_own_devices_hold_their_parameters_and_outputs():
     there = dl.on("meta", nn.Linear(3, 1))
     assert {p.device.type for p in there.parameters()} == {"meta"}
     assert there(torch.zeros(2, 3)).device.type == "meta"
+
+
+# What changes after a module was put there
+
+
+def both(far, module: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """A copy that stays, and one on the device."""
+    return copy.deepcopy(module), dl.on(far, module)
+
+
+INPUTS = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
+
+
+def test_frozen_parameters_that_change_later_travel_too(far):
+    """As when a checkpoint is loaded into a model of which a part is frozen."""
+    here, there = both(far, nn.Sequential(nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 3)).double())
+    state = {name: torch.full_like(value, 0.5) for name, value in here.state_dict().items()}
+    here.load_state_dict(state)
+    there.module.load_state_dict(state)
+    torch.testing.assert_close(there(INPUTS), here(INPUTS), rtol=0, atol=1e-12)
+
+
+def test_part_of_a_module_can_be_in_eval_mode(far):
+    here, there = both(far, network())
+    for model in (here, there.module):
+        model[1].eval()
+    torch.testing.assert_close(there(INPUTS), here(INPUTS), rtol=0, atol=1e-12)
+    assert there.module[1].num_batches_tracked == 0
+
+
+def test_other_parameters_can_be_trained_later(far):
+    """Gradual unfreezing: of two equal layers first the one learns, then the other, then both."""
+    here, there = both(far, nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)).double())
+    for first, second in ((True, False), (False, True), (True, True)):
+        for model in (here, there.module):
+            model[0].requires_grad_(first)
+            model[1].requires_grad_(second)
+            model.zero_grad()
+        for model in (here, there):
+            model(INPUTS).pow(2).sum().backward()
+        for mine, theirs in zip(here.parameters(), there.module.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_module_with_buffers_can_be_called_twice_before_backward(far, training):
+    here, there = both(far, nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)).double().train(training))
+    if training:  # autograd saves BatchNorm's statistics in eval mode alone
+        grads = [torch.autograd.grad((m(INPUTS) + m(2 * INPUTS)).sum(), list(m.parameters())) for m in (here, there)]
+    else:
+        grads = [torch.autograd.grad(m(m(INPUTS)).sum(), list(m.parameters())) for m in (here, there)]
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_parameter_that_changes_between_forward_and_backward_is_refused(far):
+    there = dl.on(far, nn.Linear(5, 5).double())
+    outputs = there(INPUTS)
+    with torch.no_grad():
+        there.module.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="a parameter on a Device has been changed between forward and backward"):
+        outputs.sum().backward()
+
+
+def test_autocast_is_refused(far):
+    there = dl.on(far, nn.Linear(5, 5))
+    with torch.autocast("cpu"), pytest.raises(RuntimeError, match="autocast does not reach another process"):
+        there(INPUTS.float())

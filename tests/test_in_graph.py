@@ -133,3 +133,11 @@ def test_buffer_that_is_made_anew_is_handed_over():
             return super().forward(x)
 
     assert train(regression(model=Counted), dl.InGraph(), dl.SimulatedCluster(2), 4).local["calls"] == 4
+
+
+@pytest.mark.parametrize("forward", [lambda model, x: model(x).mean(0, keepdim=True), lambda model, x: model(x).mean()])
+def test_model_that_takes_a_mean_over_its_batch_is_refused(two, forward):
+    """Each replica would take it over its part, and the update would be another one."""
+    task = regression(forward=forward, loss=lambda outputs, targets: outputs.pow(2).mean())
+    with pytest.raises(ValueError, match="it must not take a mean over its batch, of which it sees a part"):
+        train(task, dl.InGraph(), two, 5)

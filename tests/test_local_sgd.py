@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toys import countdown, halving, nesterov, regression, train
+from toys import countdown, halving, nesterov, refused, regression, train
 
 import distlab as dl
 from distlab import data
@@ -113,3 +113,19 @@ def test_mean_path_of_workers_with_one_hessian_is_that_of_the_big_batch(monkeypa
     made = train(task, dl.LocalSGD(every=every), dl.SimulatedCluster(3), 24 // every)
     whole = train(task.but(batch_size=12), dl.SingleWorker(), dl.SimulatedCluster(1), 24)
     torch.testing.assert_close(made.params, whole.params, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("outer", "error", "told"),
+    [
+        (
+            lambda p: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0),
+            ValueError,
+            "has other parameters than",
+        ),
+        (lambda p: 3, TypeError, "must return a torch.optim.Optimizer"),
+        (lambda p: torch.optim.LBFGS(p), ValueError, "LBFGS needs a closure"),
+    ],
+)
+def test_outer_optimizer_that_cannot_be_used_is_refused_before_anything_starts(no_process_starts, outer, error, told):
+    refused(error, f"outer: .*{told}", strategy=dl.LocalSGD(outer=outer))

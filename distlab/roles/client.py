@@ -157,6 +157,12 @@ class Client:
         """The loss of the gathered outputs, and its gradient by each replica's."""
         if odd := [type(output).__name__ for output in outputs if not isinstance(output, Tensor)]:
             raise TypeError(f"InGraph gathers outputs along dim 0: they must be one tensor, got {odd[0]}")
+        for output, size in zip(outputs, self.sizes, strict=True):
+            if output.ndim == 0 or len(output) % size:
+                raise ValueError(
+                    f"InGraph gathers outputs along dim 0, but the model made {tuple(output.shape)} of {size} samples: "
+                    f"it must not take a mean over its batch, of which it sees a part"
+                )
         gathered = torch.cat([output.detach() for output in outputs]).requires_grad_()
 
         def loss_and_gradient() -> tuple[float, Tensor]:

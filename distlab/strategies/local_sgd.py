@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distlab.collectives import ALGORITHMS
 from distlab.fabric import Fabric, Peer
 from distlab.fabric.base import Timed
-from distlab.flat import Flat, Vector, local_state
+from distlab.flat import Flat, Vector, local_state, trainable
 from distlab.options import check_count, check_word
 from distlab.packing import packed, unpacked
 from distlab.roles.exchange import Exchange
@@ -58,6 +58,14 @@ class LocalSGD(Strategy):
         check_word("on_too_few", self.on_too_few, ("shrink", "stop"))
         if self.outer is not None and not callable(self.outer):
             raise TypeError(f"outer must be a factory of an optimizer, got {self.outer!r}")
+
+    def check_task(self, task: Task) -> None:
+        if self.outer is not None:
+            params = [nn.Parameter(p.detach().clone()) for _, p in trainable(task.build())]
+            try:
+                task.but(optimizer=self.outer).check_optimizer(params)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"outer: {error}") from error
 
     @property
     def shrinks(self) -> bool:  # type: ignore[override]
