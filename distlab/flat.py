@@ -76,6 +76,16 @@ class Flat(Vector):
         for (_, p), view, grad in zip(named, self.views(self.params), self.views(self.grads), strict=True):
             view.copy_(p.data)
             p.data, p.grad = view, grad
+        self._grad_views = [p.grad for p in self.parameters]
+
+    def check_grads(self) -> None:
+        """RuntimeError if somebody has put another gradient in a view's place: what it holds would be lost."""
+        for name, parameter, view in zip(self.names, self.parameters, self._grad_views, strict=True):
+            if parameter.grad is not view:
+                raise RuntimeError(
+                    f"the gradient of {name} was replaced in the middle of a step, as model.zero_grad() does: leave "
+                    f"that to distlab, which clears the gradients itself"
+                )
 
 
 def padded(numel: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import countdown, regression
+from toys import countdown, regression, train
 
 import distlab as dl
 from distlab.__main__ import main
@@ -150,3 +150,17 @@ def test_mistakes_on_the_command_line_are_one_line(line, text, capsys):
     assert ended.value.code
     assert text in capsys.readouterr().err.splitlines()[-1]
     assert not Path("x.foo").exists()
+
+
+@pytest.mark.parametrize("strategy", [dl.SingleWorker(), dl.AllReduce(), dl.AsyncPS(), dl.LocalSGD()], ids=repr)
+def test_model_that_clears_its_gradients_in_a_step_is_named(strategy):
+    """Or nothing would be learnt, and nobody told: the gradient would be in a tensor that nobody reads."""
+
+    def forward(model, inputs):
+        model.zero_grad()
+        return model(inputs)
+
+    with pytest.raises(
+        RuntimeError, match=r"the gradient of 0.weight was replaced in the middle of a step, as model.zero"
+    ):
+        train(regression(forward=forward), strategy, dl.SimulatedCluster(1), 5)

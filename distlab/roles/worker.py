@@ -49,6 +49,7 @@ class Computer:
             self.flat.grads.zero_()
         loss = self.task.loss_of(self.outputs(batch), batch)
         loss.backward()
+        self.flat.check_grads()
         return loss.item()
 
 
