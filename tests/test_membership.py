@@ -348,7 +348,7 @@ def test_death_from_outside_is_noticed_within_a_second(local, strategy, capsys):
 def test_process_that_gives_no_sign_of_life_is_ended_and_named():
     with dl.LocalCluster(num_workers=2, failure_timeout_s=0.5) as cluster:
         live = dl.start(regression(), dl.SyncPS(), cluster, num_updates=10**6)
-        until(lambda: live.version > 0)
+        until(lambda: len(live.trace.select("compute", worker=1)) > 0)
         pid = live.launched.pids["worker 1"]
         os.kill(pid, signal.SIGSTOP)
         error = failure(live)
