@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from toys import OPTIMIZERS, failure, refused, regression, train, until
 
 import distlab as dl
@@ -724,3 +725,33 @@ def test_own_work_of_the_client_is_on_the_trace(place, there):
 
 def test_cut_strategies_can_be_compared_and_kept_in_sets():
     assert len({CUT, dl.InGraph(place={"0": 0, "2": 1}), dl.InGraph(place={"0": 0}), dl.InGraph()}) == 3
+
+
+def test_reentrant_checkpoint_around_a_placed_module_is_refused():
+    """It would call it again in backward, where nobody comes back to it: the gradients would be wrong."""
+
+    def forward(model, inputs):
+        inside = checkpoint(model[1], model[0](inputs), use_reentrant=True)
+        return model[2](inside)
+
+    layers = lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()  # noqa: E731
+    task = regression(model=layers, forward=forward)
+    with pytest.raises(RuntimeError, match="1 was called again in backward, as torch"):
+        train(task, dl.InGraph(place={"1": 0}), dl.SimulatedCluster(1), 3)
+
+
+def test_optimizer_that_may_look_at_all_parameters_at_once_is_pointed_at():
+    class Clipping(torch.optim.SGD):
+        """One that torch does not know."""
+
+    task = regression().but(optimizer=lambda params: Clipping(params, lr=0.1))
+    with pytest.warns(
+        UserWarning, match="Clipping may look at all parameters at once: on devices each has its own part"
+    ):
+        train(task, dl.InGraph(place={"0": 0, "2": 1}), dl.SimulatedCluster(2), 3)
+
+
+def test_no_device_of_a_cut_model_could_be_spared():
+    run = train(regression(), dl.InGraph(place={"0": 0, "2": 1}), dl.SimulatedCluster(4), 3)
+    with pytest.raises(ValueError, match="in-graph one client drives every device: none of them could be spared"):
+        run.how_many_backups()

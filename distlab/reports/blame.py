@@ -88,6 +88,8 @@ def how_many_backups(trace: Trace) -> "pd.DataFrame":
     """
     import pandas as pd
 
+    if len(trace.select("dispatch")) or len(trace.select("send", who="client 0")):
+        raise ValueError("in-graph one client drives every device: none of them could be spared")
     times = arrivals(trace)
     begins = np.r_[trace.rows["start_s"].min(), times.max(1)[:-1]]
     waits = np.sort(times - begins[:, None], 1).mean(0)[::-1]

@@ -46,6 +46,7 @@ class Client:
         self.sizes: list[int] = []  # of the parts of this step's batch
         self.asked: list[set[int]] = []  # which devices of each replica have been asked something in this step
         self.crossings: list[list[Crossing]] = []  # of each replica's program in this step
+        self.going_back = False  # is backward under way?
         self._at = 0  # which replica's program is running
         self._place(place is None)
 
@@ -56,7 +57,7 @@ class Client:
             if mine and not self.stays:
                 where = extent(self.flat, mine)
                 held = self.flat.params[where], self.flat.grads[where]
-            placed = Placed(piece, number, self.ask, lambda crossing: self.crossings[self._at].append(crossing), *held)
+            placed = Placed(piece, number, self.ask, self._cross, *held)
             if not whole:
                 placed.install(self.model)
         self._all = placed if whole else None
@@ -144,6 +145,15 @@ class Client:
         message = link.recv()
         self.fabric.record("wait", start, self.fabric.now(), peer=link.peer, step=self.worker.step)
         return message
+
+    def _cross(self, crossing: Crossing) -> None:
+        """Remember that backward has to come back to `crossing`; RuntimeError if it is under way already."""
+        if self.going_back:
+            raise RuntimeError(
+                f"{crossing.placed.said} was called again in backward, as torch.utils.checkpoint does: a placed module "
+                f"cannot be inside a checkpoint, but a checkpoint may be inside it"
+            )
+        self.crossings[self._at].append(crossing)
 
     def send_all(self, kind: Kind) -> None:
         """Send every device a word."""

@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from torch import nn
+
 from distlab.fabric import Fabric, Kind
-from distlab.options import check_count
+from distlab.flat import trainable
+from distlab.options import check_count, warn
 from distlab.roles.client import Client
 from distlab.roles.device import Device
 from distlab.roles.placed import go_back, pieces_of
@@ -66,7 +69,11 @@ class InGraph(Strategy):
             raise ValueError(f"place needs {self.num_devices} workers for each replica, got {num_workers} in all")
 
     def check_task(self, task: Task) -> None:
-        pieces_of(task.build(), self.place)
+        model = task.build()
+        pieces_of(model, self.place)
+        optimizer = type(task.optimizer([nn.Parameter(p.detach().clone()) for _, p in trainable(model)]))
+        if self.num_devices > 1 and not optimizer.__module__.startswith("torch.optim."):
+            warn(f"{optimizer.__name__} may look at all parameters at once: on devices each has its own part alone")
 
     def layout(self, num_workers: int) -> Layout:
         return Layout({"client": 1, "replica": num_workers}, [("client", "replica")])
@@ -89,7 +96,9 @@ class InGraph(Strategy):
             outputs = client.together([partial(client.outputs, part) for part in client.cut(batch)])
             loss, grads = client.loss(outputs, batch)
             ways = zip(outputs, grads, client.crossings, strict=True)
+            client.going_back = True
             client.together([partial(go_back, *way) for way in ways])
+            client.going_back = False
             client.apply(loss)
         client.fetch(Kind.STOP)
         return Outcome(client.flat.params, client.version, client.local)
