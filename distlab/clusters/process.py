@@ -5,7 +5,6 @@ commands down), one for everything that is printed. When the control pipe closes
 this process, at once.
 """
 
-import io
 import math
 import os
 import pickle
@@ -23,6 +22,7 @@ import torch
 
 from distlab.fabric import Peer
 from distlab.fabric.torch_fabric import TorchFabric
+from distlab.packing import packed, unpacked
 from distlab.strategies.base import Job, Outcome, Strategy, outcome_of
 from distlab.trace import Buffer, Recorder
 
@@ -133,14 +133,12 @@ def live(record: Recorder, control: Control) -> None:
 
 def to_bytes(outcome: Outcome) -> bytes:
     """An outcome for the pipe; tensors by value."""
-    buffer = io.BytesIO()
-    torch.save(vars(outcome), buffer)
-    return buffer.getvalue()
+    return packed(vars(outcome)).numpy().tobytes()
 
 
 def from_bytes(data: bytes) -> Outcome:
     """The outcome that `to_bytes` packed."""
-    return Outcome(**torch.load(io.BytesIO(data), weights_only=True))
+    return Outcome(**unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
 
 
 def describe(error: BaseException) -> tuple[bytes | None, str, str]:

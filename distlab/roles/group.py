@@ -10,10 +10,9 @@ group.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from distlab.collectives import Ranks, all_gather, broadcast
 from distlab.errors import BadMessage, PeerLost
@@ -32,10 +31,10 @@ class Holder(Protocol):
 
     version: int
 
-    def state(self) -> Tensor:
-        """All of it, as bytes."""
+    def state(self) -> dict[str, Any]:
+        """All of it."""
 
-    def restore(self, data: Tensor) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Hold what another did when it said `state`."""
 
 
@@ -59,9 +58,7 @@ class Group:
         self._worker, self._fabric, self._holder, self._stop = worker, worker.fabric, holder, stop
         self._keeps = keeps
         self._begun = False  # is there a version?
-        self._given: deque[tuple[float, Gradient, int, dict[Peer, int]]] = (
-            deque()
-        )  # when, what, which batch, whose step
+        self._given: deque[tuple[float, Gradient, int, dict[Peer, int]]] = deque()  # when, what, its batch, its steps
         self._steps: dict[Peer, int | None] = {}  # of each rank, in a new group; None: it begins after the highest
         self._highest = 0
         self._era, self._peers, self._links = -1, list[Peer](), list[Link]()
@@ -101,17 +98,19 @@ class Group:
 
     def remember(self, mine: Sequence[Gradient]) -> None:
         """All ranks gave as many gradients as this one, of the same batches: one that dies may not have said so."""
-        now, batch, last = self._fabric.now(), self._worker.batch + 1, self._last_steps(len(mine))
-        for i, g in enumerate(mine, 1 - len(mine)):
-            self._given.append((now, g, batch - 1 + i, {peer: step + i for peer, step in last.items()}))
+        now, further = self._fabric.now(), self._further(len(mine))
+        for batch, g in enumerate(mine, self._worker.batch + 1 - len(mine)):
+            self._given.append((now, g, batch, further))
         while self._given and self._given[0][0] < now - UNHEARD_S:
             self._given.popleft()
 
-    def _last_steps(self, count: int) -> dict[Peer, int]:
-        """Of each rank, the step of the last of `count` gradients. From then on all count alike again."""
-        last = {peer: self._steps.get(peer, self._worker.step) for peer in self._peers}
-        found = {peer: self._highest + count if step is None else step for peer, step in last.items()}
-        self._worker.step, self._steps = max(found.values()), {}
+    def _further(self, count: int) -> dict[Peer, int]:
+        """By how much each rank's steps are ahead of this one's, in the last `count`. From then on all count alike."""
+        if not self._steps:
+            return self._alike
+        mine, last = self._worker.step, self._highest + count
+        found = {peer: (last if step is None else step) - mine for peer, step in self._steps.items()}
+        self._worker.step, self._steps = mine + max(found.values()), {}
         return found
 
     def _form_first(self) -> None:
@@ -136,7 +135,7 @@ class Group:
         me = self._fabric.me
         links = [None if peer == me else self._fabric.link(*peer) for peer in self._peers]
         self._links = [link for link in links if link is not None]
-        self.ranks = Ranks(self._peers.index(me), links)
+        self.ranks, self._alike = Ranks(self._peers.index(me), links), dict.fromkeys(self._peers, 0)
 
     def _catch_up(self, before: Sequence[Peer], waiting: int) -> bool:
         """Let all hold the state of who is furthest; was this rank not as far? `before`: who was in the group."""
@@ -192,8 +191,7 @@ class Group:
 
     def _speak_for(self, lost: Sequence[Peer]) -> None:
         """Say what those gave last, who may have died before they could."""
-        for at_s, g, batch, step_of in self._given if lost else ():
-            facts = g.facts | {"loss": math.nan, "version": g.read + 1, "batch": batch}
-            for peer in lost:
-                if peer in step_of:
-                    self._fabric.record("apply", at_s, at_s, **(facts | {"worker": peer.index, "step": step_of[peer]}))
+        for at_s, g, batch, further in self._given if lost else ():
+            for peer in [peer for peer in lost if peer in further]:
+                theirs = {"worker": peer.index, "step": g.step + further[peer], "loss": math.nan}
+                self._fabric.record("apply", at_s, at_s, version=g.read + 1, batch=batch, **(g.facts | theirs))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from distlab.fabric.base import Fabric, Timed
 from distlab.flat import Vector
-from distlab.packing import packed, unpacked
 from distlab.rules import MEAN, Rule
 from distlab.task import Task
 
@@ -191,13 +190,12 @@ class Updater:
         self.record(done, version, *gradients)
         return version
 
-    def state(self) -> Tensor:
-        """Parameters, version and the optimizer's state, as bytes."""
-        return packed({"params": self.flat.params, "version": self.version, "optimizer": self._first.state()})
+    def state(self) -> dict[str, Any]:
+        """Parameters, version and the optimizer's state."""
+        return {"params": self.flat.params, "version": self.version, "optimizer": self._first.state()}
 
-    def restore(self, data: Tensor) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Be where the updater was whose `state` this is."""
-        state = unpacked(data)
         self.flat.params.copy_(state["params"])
         self.version = state["version"]
         self._first.restore(state["optimizer"])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from distlab.collectives import ALGORITHMS
 from distlab.compression import Compression, check_compression
-from distlab.fabric import Fabric, Peer
+from distlab.fabric import Fabric
 from distlab.flat import Flat, local_state
 from distlab.options import check_bool, check_count, check_word
 from distlab.roles.exchange import CompressedExchange, Exchange
@@ -78,9 +78,6 @@ class AllReduce(Strategy):
     @property
     def shrinks(self) -> bool:  # type: ignore[override]
         return self.on_too_few == "shrink" and self.engine != "ddp"
-
-    def survives(self, peer: Peer) -> bool:
-        return self.shrinks
 
     @property
     def real_only(self) -> str:  # type: ignore[override]

@@ -132,7 +132,7 @@ class Strategy(Options, ABC):
 
     def survives(self, peer: Peer) -> bool:
         """Does the run go on without this process?"""
-        return False
+        return self.shrinks
 
     @property
     def name(self) -> str:

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import nn
-
 from distlab.fabric import Fabric, Kind
 from distlab.flat import trainable
 from distlab.options import check_count, warn
@@ -71,8 +69,10 @@ class InGraph(Strategy):
     def check_task(self, task: Task) -> None:
         model = task.build()
         pieces_of(model, self.place)
-        optimizer = type(task.optimizer([nn.Parameter(p.detach().clone()) for _, p in trainable(model)]))
-        if self.num_devices > 1 and not optimizer.__module__.startswith("torch.optim."):
+        if self.num_devices == 1:
+            return
+        optimizer = type(task.optimizer([p for _, p in trainable(model)]))
+        if not optimizer.__module__.startswith("torch.optim."):
             warn(f"{optimizer.__name__} may look at all parameters at once: on devices each has its own part alone")
 
     def layout(self, num_workers: int) -> Layout:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distlab.collectives import ALGORITHMS
-from distlab.fabric import Fabric, Peer
+from distlab.fabric import Fabric
 from distlab.fabric.base import Timed
 from distlab.flat import Flat, Vector, local_state, trainable
 from distlab.options import check_count, check_word
-from distlab.packing import packed, unpacked
 from distlab.roles.exchange import Exchange
 from distlab.roles.rank import Rank
 from distlab.roles.updater import Gradient, Lane, Params, Updater
@@ -61,18 +60,14 @@ class LocalSGD(Strategy):
 
     def check_task(self, task: Task) -> None:
         if self.outer is not None:
-            params = [nn.Parameter(p.detach().clone()) for _, p in trainable(task.build())]
             try:
-                task.but(optimizer=self.outer).check_optimizer(params)
+                task.but(optimizer=self.outer).check_optimizer([p for _, p in trainable(task.build())])
             except (TypeError, ValueError) as error:
                 raise type(error)(f"outer: {error}") from error
 
     @property
     def shrinks(self) -> bool:  # type: ignore[override]
         return self.on_too_few == "shrink"
-
-    def survives(self, peer: Peer) -> bool:
-        return self.shrinks
 
     def layout(self, num_workers: int) -> Layout:
         return Layout({"worker": num_workers}, [("worker", "worker")])
@@ -139,14 +134,13 @@ class Rounds:
         self._flat.params.copy_(self.start.params)
         self.version += 1
 
-    def state(self) -> Tensor:
-        """Where the round began, and the outer optimizer's state, as bytes."""
+    def state(self) -> dict[str, Any]:
+        """Where the round began, and the outer optimizer's state."""
         outer = None if self._lane is None else self._lane.state()
-        return packed({"start": self.start.params, "version": self.version, "outer": outer})
+        return {"start": self.start.params, "version": self.version, "outer": outer}
 
-    def restore(self, data: Tensor) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Begin the round of another worker's `state`."""
-        state = unpacked(data)
         self.start.params.copy_(state["start"])
         self._flat.params.copy_(state["start"])
         self.version = state["version"]
