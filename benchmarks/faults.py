@@ -7,6 +7,7 @@ names who died. In every run the ledger must balance, and where it went on a rep
 "noticed" is the longest time from the kill to the death in the trace (a virtual death is noticed when it happens).
 """
 
+import math
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import click
@@ -26,6 +28,7 @@ from distlab import plots
 from distlab.errors import DivergenceWarning
 
 COMPUTE_S, ROUNDS, LIMIT_S, WORKERS = 0.004, 150, 60.0, 3
+ANY = "any of them, and back, again and again"
 ROWS: dict[str, tuple[dl.Strategy, str]] = {
     "AsyncPS, a worker": (dl.AsyncPS(locking="server"), "worker 2"),
     "AsyncPS, the chief": (dl.AsyncPS(locking="server"), "worker 0"),
@@ -40,6 +43,9 @@ ROWS: dict[str, tuple[dl.Strategy, str]] = {
     "AllReduce, the chief": (dl.AllReduce(), "worker 0"),
     "AllReduce, a ring": (dl.AllReduce(algorithm="ring", bucket_bytes=256), "worker 1"),
     "LocalSGD, a worker": (dl.LocalSGD(every=4), "worker 2"),
+    f"AsyncPS, {ANY}": (dl.AsyncPS(locking="server"), ANY),
+    f"AllReduce, {ANY}": (dl.AllReduce(), ANY),
+    f"LocalSGD, {ANY}": (dl.LocalSGD(every=4), ANY),
     "Hogwild, a worker": (dl.Hogwild(), "worker 2"),
     "InGraph, a replica": (dl.InGraph(), "replica 1"),
     "InGraph, the client": (dl.InGraph(), "client 0"),
@@ -83,7 +89,7 @@ class Count:
             "what dies": name,
             "world": world,
             "what happened": ", ".join(f"{n} {how}" for how, n in self.ends.most_common()),
-            "noticed": f"{self.noticed_s * 1000:.0f} ms",
+            "noticed": f"{self.noticed_s * 1000:.0f} ms" if self.noticed_s else "",
             "lost": self.lost,
             "dropped": self.dropped,
             "ledger balances": f"{self.balanced}/{runs}",
@@ -103,50 +109,68 @@ class Count:
             self.replayed += racy or (run.params is not None and run.replay().params.equal(run.params))
         except (dl.ProcessLost, dl.PeerLost) as error:
             run = error.run  # type: ignore[union-attr]
-            how = "ends, named" if who in str(error) else f"ends: {error}"
+            how = "ends, named" if who in str(error) or (who == ANY and "lost" in str(error)) else f"ends: {error}"
         self.ends[how] += 1
         self.balanced += run.ledger.balances
         self.lost += run.ledger.counts["lost"]
         self.dropped += run.ledger.counts["dropped"] * (getattr(strategy, "num_backup_workers", 0) == 0)
 
 
-def really(strategy: dl.Strategy, who: str, cluster: dl.LocalCluster, at: float, count: Count) -> None:
+def again_and_again(live: dl.LiveRun, draw: random.Random) -> None:
+    """Kill and revive at random until the run ends."""
+    while live.launched.wait(draw.choice([0.0, 0.01, 0.1])) is None:
+        with suppress(dl.DistlabError):  # it has just ended
+            draw.choice([live.kill, live.revive, live.revive])(worker=draw.randrange(WORKERS))
+
+
+def really(strategy: dl.Strategy, who: str, cluster: dl.LocalCluster, draw: random.Random, count: Count) -> None:
     """One run on real processes; the kill comes from outside, after a share of the updates."""
+    at = draw.uniform(0.05, 0.9)
     live = dl.start(task(), strategy, cluster, num_updates=updates(strategy))
     while live.version < at * live.num_updates and live.launched.wait(0.001) is None:
         pass
     killed_s = time.monotonic()
-    os.kill(live.launched.pids[who], signal.SIGKILL)
+    if who == ANY:
+        again_and_again(live, draw)
+        killed_s = math.inf
+    else:
+        os.kill(live.launched.pids[who], signal.SIGKILL)
     count.add(live, who, strategy)
     deaths = [row for part in live._listener.parts for row in part if dl.trace.KINDS[row["kind"]] == "death"]
     count.noticed_s = max([count.noticed_s, *(float(row["end_s"]) - killed_s for row in deaths)])
 
 
-def virtually(strategy: dl.Strategy, who: str, seed: int, at: float, count: Count) -> None:
+def virtually(strategy: dl.Strategy, who: str, draw: random.Random, count: Count) -> None:
     """The same on a virtual clock."""
-    role, index = who.split()
-    victim = {"worker" if role == "replica" else role: int(index)}
     network = dl.Network(latency_s=1e-4, bandwidth_bytes_per_s=1e7)
-    cluster = dl.SimulatedCluster(WORKERS, compute=dl.laws.Gamma(mean_s=COMPUTE_S), network=network, seed=seed)
-    cluster = cluster.kill(**victim, at_s=at * ROUNDS * COMPUTE_S)
+    laws = {"compute": dl.laws.Gamma(mean_s=COMPUTE_S), "network": network, "seed": draw.randrange(1 << 30)}
+    cluster, at_s = dl.SimulatedCluster(WORKERS, **laws), draw.uniform(0.05, 0.9) * ROUNDS * COMPUTE_S
+    if who == ANY:
+        for _ in range(20):
+            at_s += draw.expovariate(20 / (ROUNDS * COMPUTE_S))
+            cluster = draw.choice([cluster.kill, cluster.revive, cluster.revive])(
+                worker=draw.randrange(WORKERS), at_s=at_s
+            )
+    else:
+        role, index = who.split()
+        cluster = cluster.kill(**{"worker" if role == "replica" else role: int(index)}, at_s=at_s)
     count.add(dl.start(task(), strategy, cluster, num_updates=updates(strategy)), who, strategy)
 
 
 def table(
-    rounds: int, only: str, worlds: str, seed: int, say: Callable[[dict[str, object]], None]
+    rounds: int, only: str, worlds: str, links: str, seed: int, say: Callable[[dict[str, object]], None]
 ) -> list[dict[str, object]]:
     """All rows; each is said when it is there."""
     rows, draw = [], random.Random(seed)
-    with dl.LocalCluster(WORKERS, compute_time_s=COMPUTE_S) as cluster:
+    with dl.LocalCluster(WORKERS, compute_time_s=COMPUTE_S, links=links) as cluster:  # type: ignore[arg-type]
         for name, (strategy, who) in ROWS.items():
             for world in worlds.split(",") if only in name else ():
                 count = Count()
-                for number in range(rounds):
-                    at = draw.uniform(0.05, 0.9)
+                for _ in range(rounds):
                     if world == "real":
-                        really(strategy, who, cluster, at, count)
+                        really(strategy, who, cluster, draw, count)
                     else:
-                        virtually(strategy, who, number, at, count)
+                        virtually(strategy, who, draw, count)
                 rows.append(count.row(name, world))
                 say(rows[-1])
     return rows
@@ -156,11 +180,12 @@ def table(
 @click.option("--rounds", default=50, help="How many kills of each kind in each world.")
 @click.option("--only", default="", help="Rows whose name holds this.")
 @click.option("--worlds", default="real,simulated")
+@click.option("--links", default="memory", help="Or gloo.")
 @click.option("--seed", default=0, help="Of the moments.")
-def main(rounds: int, only: str, worlds: str, seed: int) -> None:
+def main(rounds: int, only: str, worlds: str, links: str, seed: int) -> None:
     """The table, and exit code 1 if a run hung or a ledger did not balance."""
     warnings.simplefilter("ignore", DivergenceWarning)
-    rows = table(rounds, only, worlds, seed, lambda row: print(row, flush=True))
+    rows = table(rounds, only, worlds, links, seed, lambda row: print(row, flush=True))
     print("\n" + plots.table(rows))
     wrong = [row for row in rows if "HUNG" in str(row["what happened"]) or "ends:" in str(row["what happened"])]
     wrong += [

@@ -39,6 +39,10 @@ class PeerLost(DistlabError):
         return type(self), (self.peer,)
 
 
+class TooLate(DistlabError):
+    """A process that came back found that all others have come to the end. It ends too; the run is as it was."""
+
+
 class Deadlock(DistlabError):
     """Every task of a simulated run waits, and nothing will happen any more."""
 

@@ -256,13 +256,13 @@ def run_from(algorithm: Strategy, cluster: str, task: Task, outcomes: Mapping[An
     """The run that the processes' outcomes make: buffers from the chief, the model from the process of role `final`
     that has the most updates in it (of several, the first: not all see the last one), or from all who hold a part."""
     order = sorted(outcomes.items(), key=lambda item: item[0].index)
-    first = {peer.role: left for peer, left in reversed(order)}
+    workers = [left for peer, left in order if peer.role == "worker"]
     final, held = [left for peer, left in order if peer.role == algorithm.final], rest.pop("num_holders", 1)
     model = max(final, key=lambda left: left.version, default=Outcome())
     if model.ranges:
         model = whole(final) if len(final) == held else Outcome()
     local: dict[str, Tensor] = {}  # the first worker's; in-graph, that of every device of the first replica
-    for left in [first["worker"]] if "worker" in first else [left for _, left in order[::-1]]:
+    for left in [w for w in workers if w.local is not None][:1] if workers else [left for _, left in order[::-1]]:
         local |= left.local or {}
     steps = {str(peer): left.steps for peer, left in order if peer.role in ("worker", "replica")}
     replicas = {str(peer): left.params for peer, left in order if peer.role == "worker" and left.params is not None}

@@ -19,14 +19,9 @@ def test_nothing_hangs_and_nothing_is_lost_that_is_promised(name):
     done = CliRunner().invoke(faults.main, ["--rounds", "1", "--only", name], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     strategy, who = faults.ROWS[name]
-    ended = "ends, named" in done.output
-    assert ended or strategy.survives(Peer(*peer(who)))
-    assert not ended or not strategy.survives(Peer(*peer(who)))
-
-
-def peer(name: str) -> tuple[str, int]:
-    role, index = name.split()
-    return role, int(index)
+    if who != faults.ANY:  # where all may be dead for a moment
+        role, index = who.split()
+        assert strategy.survives(Peer(role, int(index))) != ("ends, named" in done.output)
 
 
 def test_row_that_hangs_or_does_not_balance_fails_the_command(monkeypatch):

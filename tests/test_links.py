@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from toys import DEADLINE_S, regression
 
 from distlab.errors import BadMessage, DistlabError, PeerLost
 from distlab.fabric import Kind, Message, Peer, memory_link, wire
@@ -17,6 +18,9 @@ from distlab.fabric import door as door_module
 from distlab.fabric.door import Door, address, hello
 from distlab.fabric.gloo_link import DIRECT_BYTES, FIRST_BYTES
 from distlab.fabric.torch_fabric import TorchFabric
+from distlab.roles.group import Group
+from distlab.roles.updater import Updater
+from distlab.roles.worker import Worker
 from distlab.trace import EVENT, Buffer, Recorder
 
 COUNTS = {"server": 1, "worker": 1}
@@ -34,15 +38,20 @@ def folder():
         yield name
 
 
-def two_ends(folder: str, links: str) -> tuple:
-    """A server's link to a worker, and that worker's to the server."""
-    made = [fabric(role, folder=folder) for role in ("server", "worker")]
-    pairs = [("server", "worker")]
-    threads = [threading.Thread(target=f.connect, args=(pairs,), kwargs={"links": links}) for f in made]
+def connected(fabrics: list[TorchFabric], links: str) -> None:
+    """Let each of them make its links."""
+    roles = [f.me.role for f in fabrics[:2]]
+    threads = [threading.Thread(target=f.connect, args=([tuple(roles)],), kwargs={"links": links}) for f in fabrics]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def two_ends(folder: str, links: str) -> tuple:
+    """A server's link to a worker, and that worker's to the server."""
+    made = [fabric(role, folder=folder) for role in ("server", "worker")]
+    connected(made, links)
     return made[0].link("worker", 0), made[1].link("server", 0)
 
 
@@ -457,3 +466,59 @@ def test_recorder_hands_over_full_buffers_and_the_rest():
     assert [len(rows) for rows in got] == [4, 4, 2]
     assert got[2]["step"].tolist() == [8, 9]
     assert all(rows.dtype == EVENT for rows in got)
+
+
+class HangsUp:
+    """Weather in which the link is hung up between the look at it and the sending."""
+
+    def __init__(self, link) -> None:
+        self.hold_up = lambda num_bytes: link.hang_up()
+
+
+@pytest.mark.parametrize("numel", [4, DIRECT_BYTES])
+def test_nothing_is_sent_over_gloo_after_the_goodbye(gloo_ends, numel):
+    """The other end waits for no more, so it would never leave, and its sender wait for ever."""
+    _, worker = gloo_ends
+    worker.weather = HangsUp(worker)
+    with pytest.raises(PeerLost):
+        worker.lend(torch.ones(numel))
+
+
+def test_link_over_gloo_that_is_hung_up_takes_what_is_larger_than_was_said(gloo_ends):
+    """A state is larger than a gradient; gloo would end the process that lends it too little room."""
+    server, worker = gloo_ends
+    worker.post(Kind.PUSH, [torch.ones(10 * FIRST_BYTES)])
+    server.hang_up(16)
+    worker.flush()
+    with pytest.raises(PeerLost):
+        worker.recv()
+
+
+@pytest.mark.parametrize("links", ["memory", "gloo"])
+def test_rank_that_hears_of_a_death_before_it_begins_lets_those_go_who_have_begun(folder, links):
+    """They wait on the first links, and have heard nothing yet."""
+    counts, task = {"worker": 3}, regression()
+    made = []
+    for index in range(3):
+        record = Recorder("worker", index, Buffer(lambda rows: None))
+        made.append(TorchFabric(Peer("worker", index), counts, record, token=5, folder=folder))
+    connected(made, links)
+    groups = {}
+
+    def begin(fabric) -> None:
+        worker = Worker(fabric, task, index=fabric.me.index, num_workers=3, batch_size=4)
+        groups[fabric.me.index] = Group(worker, Updater(fabric, task, worker.flat), lambda: None)
+
+    begun, link = threading.Event(), made[0].link("worker", 1)
+    post = link.put
+    link.put = lambda message: (begun.set(), post(message))[1]
+    early = threading.Thread(target=begin, args=(made[0],), daemon=True)
+    early.start()
+    assert begun.wait(DEADLINE_S)
+    made[1].tell("lost", Peer("worker", 2))
+    late = threading.Thread(target=begin, args=(made[1],), daemon=True)
+    late.start()
+    made[0].tell("lost", Peer("worker", 2))
+    for thread in (early, late):
+        thread.join(DEADLINE_S / 4)
+    assert {index: group.ranks.size for index, group in groups.items()} == {0: 2, 1: 2}

@@ -259,6 +259,46 @@ def test_worker_that_dies_and_comes_back_twice_is_accounted_for(strategy):
     assert run.replay().params.equal(run.params)
 
 
+@pytest.mark.parametrize("at_s", [1.0, 1.02, 1.1])
+@pytest.mark.parametrize("strategy", [*GROUPS, dl.AsyncPS(), dl.SyncPS(on_too_few="wait")], ids=repr)
+def test_worker_that_dies_again_before_its_first_gradient_has_lived_once(strategy, at_s):
+    """Of the life between, the trace holds no gradient; the one after must not begin twice in a replay."""
+    cluster = dl.SimulatedCluster(3, compute=0.1).kill(worker=0, at_step=5).revive(worker=0, at_s=1)
+    cluster = cluster.kill(worker=0, at_s=at_s).revive(worker=0, at_s=1.5)
+    normed = lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.5), torch.nn.Linear(5, 1)).double()  # noqa: E731
+    gently = lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.5)  # noqa: E731
+    run = train(
+        regression().but(model=normed, optimizer=gently),
+        strategy,
+        cluster,
+        150 if strategy.gradients_per_update(3) == 1 else 40,
+    )
+    assert len(run.trace.select("revive")) == 2
+    assert run.ledger.problems == ()
+    assert run.replay().params.equal(run.params)
+
+
+LATENT = dl.SimulatedCluster(3, compute=0.1, network=dl.Network(latency_s=0.05))
+
+
+@pytest.mark.parametrize("at_s", [6.5, 6.55])
+def test_worker_that_comes_back_after_the_end_does_not_begin_anew(at_s):
+    """It would train once more, alone, from its own first parameters."""
+    run = train(regression(), dl.AllReduce(), LATENT.kill(worker=0, at_step=5).revive(worker=0, at_s=at_s), 40)
+    assert len(run.trace.select("revive")) == 1
+    assert 0 not in run.trace.select("regroup")["index"]
+    assert run.version == 40
+    assert sound(run)
+
+
+def test_state_that_nobody_holds_any_more_ends_the_run():
+    """Worker 1 dies before worker 0, which has come back, was given its state."""
+    cluster = LATENT.kill(worker=0, at_step=5).kill(worker=2, at_step=5)
+    cluster = cluster.revive(worker=0, at_s=1.5).kill(worker=1, at_s=1.52)
+    with pytest.raises(dl.ProcessLost, match="the parameters are gone"):
+        train(regression(), dl.AllReduce(), cluster, 40)
+
+
 @pytest.mark.parametrize("at_s", [1.7, 2.0, 2.73, 4.0])
 @pytest.mark.parametrize(
     ("strategy", "most"), [(dl.AllReduce(), 45), (dl.AllReduce(accumulate=3), 15), (dl.LocalSGD(every=4), 12)], ids=repr

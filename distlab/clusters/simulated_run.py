@@ -201,6 +201,7 @@ class SimulatedRun(Launched):
 
     def _program(self, me: Peer, node: SimulatedFabric) -> None:
         self._ending.outcomes[me] = outcome_of(self._strategy, node, self._job)
+        node.end()
         self._tell("left", me)
 
     def _close_logs(self) -> None:

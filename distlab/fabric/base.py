@@ -210,6 +210,9 @@ class Fabric(ABC):
     chief: Any = field(default=None, init=False)
     members: Membership = field(default_factory=Membership, init=False)
 
+    def __post_init__(self) -> None:
+        self.hand_over: Callable[[], None] = self.record.flush  # what this process has recorded so far
+
     @abstractmethod
     def now(self) -> float:
         """Seconds on this world's clock."""

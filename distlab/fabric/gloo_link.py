@@ -49,9 +49,9 @@ class GlooLink(Link):
         self._spare = torch.empty(0)
         self._over = self._closed = False  # has this end hung up? has the other?
         self._leaving: list[tuple[Any, Tensor]] = []  # sends under way, and the memory that they read
+        self._sending, self._hearing = threading.Lock(), threading.RLock()  # nothing begins after this end's goodbye
 
     def put(self, message: Message) -> int:
-        self._check_open()
         self.flush()
         size = wire.size(message.tensors)
         self.weather.hold_up(size)
@@ -66,34 +66,39 @@ class GlooLink(Link):
 
     def hang_up(self, largest_bytes: int = 0) -> None:
         """gloo's waits cannot be broken off: what is on its way here is taken, and the word that this was all sent."""
-        if not self._over:
-            self._over = True
+        with self._sending:
+            hangs_up, self._over = not self._over, True
+        if hangs_up:
             threading.Thread(target=self._say_goodbye, args=(largest_bytes,), daemon=True).start()
 
     def _say_goodbye(self, largest_bytes: int) -> None:
-        last, scratch = _buffer(wire.HEAD_BYTES), _buffer(max(largest_bytes + wire.HEAD_BYTES, self._in.numel()))
+        last = _buffer(wire.HEAD_BYTES)
+        size = wire.encode(last, Message(Kind.GONE), self._me, self._token)
         with suppress(PeerLost, BadMessage):
-            size = wire.encode(last, Message(Kind.GONE), self._me, self._token)
-            self._leaving.append((self._attempt(self._group.send, [last[:size]]), last))
-            while True:
-                self._finish(self._attempt(self._group.recv, [scratch]))
-                if wire.is_goodbye(scratch):
-                    return
+            farewell = self._attempt(self._group.send, last[:size])
+            with self._hearing:  # whoever is waiting here gets the next message, or the other's goodbye
+                scratch = _buffer(max(largest_bytes + wire.HEAD_BYTES, self._in.numel()))
+                while not self._closed:
+                    self._finish(self._attempt(self._group.recv, scratch))
+                    self._closed, larger = wire.is_goodbye(scratch), wire.announced(scratch)
+                    scratch = _buffer(larger) if larger > scratch.numel() else scratch
+            self._finish(farewell)
 
     def recv(self) -> Message:
-        self._check_open()
-        self._finish(self._attempt(self._group.recv, [self._in]))
-        message = wire.decode(self._in, self.peer, self._token)
-        if message.kind is Kind.GONE:
-            self._closed = True
-            raise PeerLost(str(self.peer))
-        if message.kind is not Kind.GROW:
-            self.weather.hold_up(message.num_bytes)
-            return message
-        if not 0 < message.version <= wire.MAX_BYTES:
-            raise BadMessage(f"{self.peer} announces a message of {message.version} bytes")
-        self._in = _buffer(message.version)
-        return self.recv()
+        with self._hearing:
+            self._check_open()
+            self._finish(self._attempt(self._group.recv, self._in))
+            message = wire.decode(self._in, self.peer, self._token)
+            if message.kind is Kind.GONE:
+                self._closed = True
+                raise PeerLost(str(self.peer))
+            if message.kind is not Kind.GROW:
+                self.weather.hold_up(message.num_bytes)
+                return message
+            if not 0 < message.version <= wire.MAX_BYTES:
+                raise BadMessage(f"{self.peer} announces a message of {message.version} bytes")
+            self._in = _buffer(message.version)
+            return self.recv()
 
     def lend(self, tensor: Tensor) -> int:
         if size_of(tensor) < DIRECT_BYTES:
@@ -101,8 +106,7 @@ class GlooLink(Link):
         self.flush()
         self.weather.hold_up(size_of(tensor))
         wire.encode_head(self._head_out, Message(Kind.DATA, [tensor]), self._me, self._token)
-        for part in (self._head_out, tensor.view(torch.uint8)):
-            self._leaving.append((self._attempt(self._group.send, [part]), part))
+        self._send(self._head_out, tensor.view(torch.uint8))
         return wire.size([tensor])
 
     def recv_lent(self, like: Tensor) -> Tensor:
@@ -117,14 +121,15 @@ class GlooLink(Link):
     def recv_into(self, tensor: Tensor) -> None:
         if size_of(tensor) < DIRECT_BYTES:
             return super().recv_into(tensor)
-        self._check_open()
-        head, body = [self._attempt(self._group.recv, [t]) for t in (self._head_in, tensor.view(torch.uint8))]
-        self._finish(head)
-        if wire.is_goodbye(self._head_in):
-            self._closed = True
-            raise PeerLost(str(self.peer))
-        wire.check_head(self._head_in, tensor, self.peer, self._token)
-        self._finish(body)
+        with self._hearing:
+            self._check_open()
+            head, body = [self._attempt(self._group.recv, part) for part in (self._head_in, tensor.view(torch.uint8))]
+            self._finish(head)
+            if wire.is_goodbye(self._head_in):
+                self._closed = True
+                raise PeerLost(str(self.peer))
+            wire.check_head(self._head_in, tensor, self.peer, self._token)
+            self._finish(body)
         self.weather.hold_up(size_of(tensor))
         return None
 
@@ -138,11 +143,16 @@ class GlooLink(Link):
 
     def _start(self, message: Message) -> None:
         size = wire.encode(self._out, message, self._me, self._token)
-        self._leaving.append((self._attempt(self._group.send, [self._out[:size]]), self._out))
+        self._send(self._out[:size])
 
-    def _attempt(self, operation: Callable[..., Any], tensors: list[Tensor]) -> Any:
+    def _send(self, *parts: Tensor) -> None:
+        with self._sending:
+            self._check_open()
+            self._leaving += [(self._attempt(self._group.send, part), part) for part in parts]
+
+    def _attempt(self, operation: Callable[..., Any], tensor: Tensor) -> Any:
         try:
-            return operation(tensors, self._rank, 0)
+            return operation([tensor], self._rank, 0)
         except RuntimeError as error:
             raise PeerLost(str(self.peer)) from error
 

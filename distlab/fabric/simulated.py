@@ -178,6 +178,15 @@ class SimulatedLink(Link):
         self.closed = self.other.closed = True
         self.node.world.at(self.node.now(), self._wake_both)  # only the clock may switch to another task
 
+    def end(self) -> None:
+        """This process has come to its end: the other end hears of it after all that was sent."""
+        self.node.world.traffic.send(self.node.me, self.peer, 0, self.other.close)
+
+    def close(self, _: Any = None) -> None:
+        """The other process is gone: no message will come any more."""
+        self.closed = True
+        self.wake()
+
     def _wake_both(self, _: Any) -> None:
         self.wake()
         self.other.wake()
@@ -390,5 +399,9 @@ class SimulatedFabric(Fabric):
         for task in list(self.tasks):
             task.kill()
         for link in self._links.values():
-            link.other.closed = True
-            link.other.wake()
+            link.other.close()
+
+    def end(self) -> None:
+        """What the end of its program does."""
+        for link in self._links.values():
+            link.end()

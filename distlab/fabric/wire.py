@@ -79,6 +79,12 @@ def is_goodbye(buffer: Tensor) -> bool:
     return magic == MAGIC and kind == Kind.GONE
 
 
+def announced(buffer: Tensor) -> int:
+    """The bytes of the larger messages that this one announces; 0 if it announces none."""
+    magic, kind, _, _, num_bytes, *_ = HEADER.unpack_from(buffer.numpy(), 0)  # type: ignore[arg-type]
+    return num_bytes if magic == MAGIC and kind == Kind.GROW and num_bytes <= MAX_BYTES else 0
+
+
 def check_head(buffer: Tensor, like: Tensor, sender: Peer, token: int) -> None:
     """BadMessage unless `buffer` is the head of a message with one tensor (1-d) of the shape and dtype of `like`."""
     kind, count, *_ = _header(buffer, sender, token)

@@ -128,14 +128,23 @@ def unique(rows: np.ndarray) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def lives(trace: Trace) -> dict[int, list[int]]:
-    """worker -> the steps at which a process that took its place began."""
-    found: dict[int, list[int]] = defaultdict(list)
-    for row in trace.select("revive"):
-        worker = int(row["worker"])
-        steps = trace.select("compute", worker=worker)
-        later = steps["step"][steps["start_s"] >= row["end_s"]]
-        found[worker] += [int(later.min())] if len(later) else []
-    return found
+    """worker -> the steps at which a process that took its place began, if it came to any.
+
+    Of a process that was killed soon, only others may have said so.
+    """
+    rows = np.concatenate([trace.select("compute"), *(heard(trace, kind) for kind in FATE_OF)])
+    found: dict[int, set[int]] = defaultdict(set)
+    for worker, since_s in trace.select("revive")[["worker", "end_s"]].tolist():
+        its = rows[rows["worker"] == worker]
+        late = its["start_s"] >= since_s
+        done = its["step"][~late].max(initial=-1)  # of some of those it is said only now what became of them
+        found[worker].update(sorted(its["step"][late & (its["step"] > done)].tolist())[:1])
+    return {worker: sorted(steps) for worker, steps in found.items()}
+
+
+def heard(trace: Trace, kind: str) -> np.ndarray:
+    """What was said of gradients after they were computed."""
+    return trace.applies if kind == "apply" else trace.select(kind)
 
 
 def outcomes(trace: Trace) -> tuple[dict[tuple[int, int], tuple[str, int, int]], list[str]]:
@@ -144,9 +153,7 @@ def outcomes(trace: Trace) -> tuple[dict[tuple[int, int], tuple[str, int, int]],
     problems: list[str] = []
     server = ROLES.index("server")
     for kind, fate in FATE_OF.items():
-        for row in (trace.applies if kind == "apply" else trace.select(kind))[
-            ["role", "index", "worker", "step", "version", "samples"]
-        ].tolist():
+        for row in heard(trace, kind)[["role", "index", "worker", "step", "version", "samples"]].tolist():
             role, index, worker, step, version, samples = row
             ending = (fate, version if fate == "applied" else -1, samples)
             before = found.setdefault((worker, step), {}).setdefault(index if role == server else 0, ending)

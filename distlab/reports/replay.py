@@ -177,7 +177,7 @@ class Player:
         self.random: dict[int, Randomness] = {}
         self.own_lanes: dict[int, Lane] = {}
         self.computes = reads(trace, len(shards))
-        self.begins = lives(trace)
+        self.begins = defaultdict(list, lives(trace))
         self.ahead = {worker: deque(sorted(steps)) for worker, steps in self.computes.items()}  # not yet computed
         self.done: dict[tuple[int, int], tuple[Tensor, float]] = {}
         self.uses = Counter((w, s) for line in lines for w, s, _ in line.gradients)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from distlab.collectives import Ranks, all_gather, broadcast
-from distlab.errors import BadMessage, PeerLost
+from distlab.errors import BadMessage, PeerLost, ProcessLost, TooLate
 from distlab.fabric import Link, Peer
 from distlab.packing import packed, unpacked
 from distlab.roles.updater import Gradient
@@ -62,7 +62,7 @@ class Group:
         self._steps: dict[Peer, int | None] = {}  # of each rank, in a new group; None: it begins after the highest
         self._highest = 0
         self._era, self._peers, self._links = -1, list[Peer](), list[Link]()
-        if self._fabric.members.era:
+        if self._fabric.me in self._fabric.members.returned:
             self.form_anew()
         else:
             self._form_first()
@@ -114,10 +114,11 @@ class Group:
         return found
 
     def _form_first(self) -> None:
-        """On the links that are there."""
+        """On the links that are there: if somebody has died by now, those who have not heard of it wait at them."""
         self._era, self._peers = 0, [Peer("worker", i) for i in range(self._fabric.counts["worker"])]
         self._take_places()
         try:
+            self.check()
             self._catch_up([], 0)
         except PeerLost:
             self.form_anew()
@@ -145,6 +146,7 @@ class Group:
         self._check_sizes(list(zip(*sizes, strict=True)))
         newest = max(versions)
         if newest < 0:
+            self._check_anew()
             broadcast(self.ranks, worker.flat.params)  # the chief's, so that all begin alike
         elif mine < newest:
             self._take(versions.index(newest))
@@ -173,6 +175,22 @@ class Group:
                     f"{peer} has a model of {numel} numbers of {itemsize} bytes, {self._fabric.me} one of "
                     f"{self._size[0]}: the factory must make the same one everywhere"
                 )
+
+    def _check_anew(self) -> None:
+        """Nobody here holds a version. Those who have all come back must not begin once more what others have done.
+
+        Raises:
+            TooLate: the others have come to the end.
+            ProcessLost: they have died.
+        """
+        members = self._fabric.members
+        if any(peer not in members.returned for peer in self._peers):
+            return
+        if members.left:
+            raise TooLate(str(self._fabric.me))
+        raise ProcessLost(
+            "all ranks have been lost, each before another that came back had its state: the parameters are gone"
+        )
 
     def _give(self, behind: Sequence[int], waiting: int) -> None:
         """Send what this rank holds to those that are behind."""

@@ -73,7 +73,9 @@ class Rank:
                     return False, self._group.over
 
     def leave(self) -> None:
-        """Wait until all have come to the end: whoever is a version behind still needs one to take it from."""
+        """Wait until all have come to the end: whoever is a version behind still needs one to take it from. If this
+        rank dies after that, nobody is there who could speak for it, so its own trace is out of the house before."""
+        self.worker.fabric.hand_over()
         while True:
             try:
                 all_reduce(self._group.ranks, torch.zeros(1))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from distlab.errors import PeerLost
+from distlab.errors import PeerLost, TooLate
 from distlab.fabric import Fabric, Kind, Peer
 from distlab.flat import Flat, Vector, local_state, padded
 from distlab.options import Options, warn
@@ -291,6 +291,8 @@ def outcome_of(strategy: Strategy, fabric: Fabric, job: Job) -> Outcome:
                 chief.look(Params(outcome.params, outcome.version))
             outcome.judged = chief.judged
         return outcome
+    except TooLate:
+        return Outcome(steps=max(fabric.step, 0))
     finally:
         if fabric.chief is not None:
             fabric.chief.close()
