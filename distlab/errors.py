@@ -5,6 +5,8 @@ worker and with the remote traceback as its cause; the classes here are for what
 Every exception that ends a run has an attribute ``run``: what was measured until then.
 """
 
+from collections.abc import Sequence
+
 
 class DistlabError(Exception):
     """The common base, so that one ``except`` can catch what distlab itself raises."""
@@ -46,15 +48,16 @@ class TooLate(DistlabError):
 class Deadlock(DistlabError):
     """Every task of a simulated run waits, and nothing will happen any more."""
 
-    def __init__(self, waits: list[tuple[str, str]]) -> None:
-        """`waits`: who waits, and for what."""
+    def __init__(self, waits: list[tuple[str, str]], lost: Sequence[str] = ()) -> None:
+        """`waits`: who waits, and for what; `lost`: who has died."""
         reasons = {why: sorted({w for w, y in waits if y == why}) for _, why in waits}
         said = [f"{', '.join(who)} wait{'s' * (len(who) == 1)} for {why}" for why, who in reasons.items()]
+        said += [f"{', '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost"] if lost else []
         super().__init__("nothing can happen any more: " + "; ".join(said))
-        self.waits = waits
+        self.waits, self.lost = waits, lost
 
     def __reduce__(self):
-        return type(self), (self.waits,)
+        return type(self), (self.waits, self.lost)
 
 
 class BadMessage(DistlabError):

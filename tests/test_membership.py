@@ -172,7 +172,7 @@ def test_on_too_few_is_checked():
 
 def test_waiting_for_one_that_never_comes_back_is_said_on_a_virtual_clock():
     cluster = dl.SimulatedCluster(2).kill(worker=1, at_step=4)
-    with pytest.raises(Deadlock, match=r"worker 0 .*waits? for"):
+    with pytest.raises(Deadlock, match=r"worker 0 .*waits? for.*; worker 1 was lost$"):
         train(regression(), dl.SyncPS(on_too_few="wait"), cluster, 20)
 
 

@@ -63,7 +63,8 @@ class World:
             self.env.step()
         except simpy.core.EmptySchedule:
             tasks = [task for node in self.nodes.values() for task in node.tasks if task.why != JOIN]
-            raise Deadlock([(str(task.node.me), task.why) for task in tasks]) from None
+            lost = [str(me) for me, node in self.nodes.items() if node.dead]
+            raise Deadlock([(str(task.node.me), task.why) for task in tasks], lost) from None
 
     @property
     def over(self) -> bool:
