@@ -10,6 +10,7 @@ A run is a task, a strategy and a cluster:
 
 from distlab import tasks, theory
 from distlab.check import PromiseBroken, check_strategy
+from distlab.checkpoint import BadCheckpoint, Checkpoint, latest_checkpoint, load_checkpoint
 from distlab.clusters import Cluster, LocalCluster, SimulatedCluster
 from distlab.compression import TopK
 from distlab.devices import Device, on
@@ -70,6 +71,9 @@ __all__ = [  # noqa: RUF022  # in the order in which the lessons meet them
     "Run",
     "LiveRun",
     "load_run",
+    "Checkpoint",
+    "load_checkpoint",
+    "latest_checkpoint",
     "compare",
     "Trace",
     "Event",
@@ -87,6 +91,7 @@ __all__ = [  # noqa: RUF022  # in the order in which the lessons meet them
     "ProcessLost",
     "PeerLost",
     "BadMessage",
+    "BadCheckpoint",
     "Deadlock",
     "PromiseBroken",
     "RemoteError",

@@ -12,10 +12,12 @@ changed; run ``backward`` and the gradient vector is filled.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+Ranges = tuple[tuple[int, int], ...]
 ALIGN = 16  # elements: each view starts where torch itself would have put it, so matmuls give the same bits
 TAIL = 16  # elements behind the gradient that travel with it: counts, votes
 
@@ -25,7 +27,8 @@ class Vector:
 
     Attributes:
         params: (size,) all of them, each padded to a multiple of 16 elements.
-        among: the shapes of a whole model's tensors, and which of them these are; None: there are no others.
+        among: the shapes of a whole model's tensors, and which of them these are; None: there are no others, or these
+            are no whole ones.
     """
 
     def __init__(
@@ -33,10 +36,19 @@ class Vector:
         shapes: Sequence[torch.Size],
         dtype: torch.dtype,
         among: tuple[Sequence[torch.Size], list[int]] | None = None,
+        ranges: Ranges = (),
     ) -> None:
-        self.shapes, self.dtype, self.among = shapes, dtype, among
+        self.shapes, self.dtype, self.among, self._ranges = shapes, dtype, among, ranges
         self.size = sum(padded(shape.numel()) for shape in shapes)
         self.params = torch.zeros(self.size, dtype=dtype)
+
+    @property
+    def ranges(self) -> Ranges:
+        """Where these are in a whole model's vector, (start, stop) each."""
+        if self.among is None:
+            return self._ranges or ((0, self.size),)
+        ends = list(accumulate((padded(shape.numel()) for shape in self.among[0]), initial=0))
+        return tuple((ends[i], ends[i + 1]) for i in self.among[1])
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """The parts of `vector` (size,) in the shapes of the tensors; no copies."""

@@ -1,6 +1,7 @@
-"""State as bytes: tensors, numbers and words in dicts and lists, and nothing that could run."""
+"""State as bytes, or as JSON beside tensors: numbers and words in dicts and lists, and nothing that could run."""
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,3 +22,33 @@ def packed(value: Any) -> Tensor:
 def unpacked(data: Tensor) -> Any:
     """What `packed` made bytes of. Anything but tensors and plain values is refused."""
     return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+
+
+def apart(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
+    """`value` as JSON knows it; its tensors go into `tensors`, by the way that leads to them.
+
+    >>> found = {}
+    >>> apart({1: [True, torch.ones(2)]}, found)
+    {'dict': [[1, {'list': [True, {'tensor': '/1/1'}]}]]}
+    >>> together(apart({1: [True, torch.ones(2)]}, found), found)
+    {1: [True, tensor([1., 1.])]}
+    """
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, dict):
+        return {"dict": [[key, apart(part, tensors, f"{name}/{key}")] for key, part in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {"list": [apart(part, tensors, f"{name}/{number}") for number, part in enumerate(value)]}
+    return value
+
+
+def together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """`apart` undone; tuples have become lists."""
+    if not isinstance(tree, dict):
+        return tree
+    if "tensor" in tree:
+        return tensors[tree["tensor"]]
+    if "list" in tree:
+        return [together(part, tensors) for part in tree["list"]]
+    return {key: together(part, tensors) for key, part in tree["dict"]}

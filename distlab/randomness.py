@@ -7,7 +7,7 @@ stream of its own, the one its own process would have; and what runs inside the 
 import ctypes
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,25 @@ def seed_all(number: int) -> None:
     torch.manual_seed(number)
     np.random.seed(number % 2**32)
     random.seed(number)
+
+
+def states() -> dict[str, Any]:
+    """Where torch, numpy and random are, as tensors and plain numbers."""
+    _, words, *numbers = tuple[Any, ...](np.random.get_state(legacy=True))
+    _, own, spare = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [torch.from_numpy(words.astype(np.int64)), *numbers],
+        "random": [torch.tensor(own), spare],
+    }
+
+
+def set_states(kept: Mapping[str, Any]) -> None:
+    """Be where `states` was called."""
+    torch.set_rng_state(kept["torch"])
+    words, *numbers = kept["numpy"]
+    np.random.set_state(("MT19937", words.numpy().astype(np.uint32), *numbers))
+    random.setstate((3, tuple(kept["random"][0].tolist()), kept["random"][1]))
 
 
 @contextmanager

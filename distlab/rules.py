@@ -6,7 +6,7 @@ use the same rule, or they would not end at the same bits.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -74,6 +74,16 @@ class Rule:
 
     factor: Callable[[int], float] | None = None
     compensate: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def state(self) -> dict[str, Tensor]:
+        """What it has come to know: vectors (size,), by name."""
+        square = self.compensate._mean_square if isinstance(self.compensate, DelayCompensation) else None
+        return {} if square is None else {"mean_square": square}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from `state`."""
+        if isinstance(self.compensate, DelayCompensation):
+            self.compensate._mean_square = state.get("mean_square")
 
     def combine(
         self, gradients: Sequence[Tensor], ages: Sequence[int], read: Sequence[Tensor], params: Tensor

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distlab.checkpoint import Checkpoint
 from distlab.errors import DistlabError
 from distlab.shards import Shard
-from distlab.strategies.base import Outcome, Strategy, model_of
-from distlab.task import Task
+from distlab.strategies.base import Outcome, Strategy
+from distlab.task import Task, model_of
 from distlab.trace import EVENT, ROLES, Trace
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Run:
         startup_s: from the call to the first event.
         error: what ended it early, as text; "" otherwise.
         task, algorithm: the task and the strategy themselves, for `model`, `evaluate` and `replay`.
+        begin: the checkpoint that it went on from.
         judged: the chief's evaluations, if it came to its end; see `evaluations`.
     """
 
@@ -56,6 +58,7 @@ class Run:
     startup_s: float = 0.0
     error: str = ""
     judged: Sequence[Mapping[str, float]] = field(default=(), repr=False)
+    begin: Checkpoint | None = field(default=None, repr=False)
     task: Task | None = field(default=None, repr=False)
     algorithm: Strategy | None = field(default=None, repr=False)
 
@@ -161,7 +164,15 @@ class Run:
         task, strategy = self._task(), self.algorithm
         if strategy is None:
             raise DistlabError("a loaded run does not hold its strategy: load it with load_run(path, task, strategy)")
-        return replay(self.trace, task, strategy, num_workers=self.num_workers, lr=lr, without_worker=without_worker)
+        return replay(
+            self.trace,
+            task,
+            strategy,
+            num_workers=self.num_workers,
+            lr=lr,
+            without_worker=without_worker,
+            begin=self.begin,
+        )
 
     def blame(self) -> "Blame":
         """Who was waited for, in a synchronous run; see `reports.blame`."""

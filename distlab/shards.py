@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from distlab.flat import ALIGN, Vector, padded
+from distlab.flat import ALIGN, Ranges, Vector, padded
 
 PLACEMENTS = ("ranges", "round-robin", "greedy")
 
@@ -28,10 +28,14 @@ class Shard:
         among: the whole model's shapes, and which of them these are; None where tensors were cut.
     """
 
-    ranges: tuple[tuple[int, int], ...]
+    ranges: Ranges
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
     among: tuple[tuple[torch.Size, ...], list[int]] | None = None
+
+    def vector(self) -> Vector:
+        """Room for it."""
+        return Vector(self.shapes, self.dtype, self.among, self.ranges)
 
     def take(self, vector: Tensor) -> Tensor:
         """This shard of `vector`: itself if it is all of it, a view if it is one range, else a copy."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab import data
-from distlab.flat import trainable
+from distlab.flat import Flat, trainable
 from distlab.options import Options, check_count
 from distlab.randomness import forked
 
@@ -202,3 +202,14 @@ def _factory_message(name: str, value: Any) -> str:
 def pair(batch: Any) -> tuple[Any, Any]:
     """A batch as (inputs, targets): a pair as it is, anything else as both."""
     return (batch[0], batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, batch)
+
+
+def model_of(task: Task, params: Tensor, local: dict[str, Tensor]) -> nn.Module:
+    """A model of `task` with these parameters and buffers, on memory of its own."""
+    model = task.build()
+    flat = Flat(model)
+    if flat.params.shape != params.shape:
+        raise ValueError(f"these are parameters of another model: {len(params)} numbers, this task has {flat.size}")
+    flat.params.copy_(params)
+    model.load_state_dict(local, strict=False)
+    return model

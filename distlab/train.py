@@ -24,6 +24,7 @@ from distlab.errors import DistlabError
 from distlab.fabric import Peer
 from distlab.options import check_count, options
 from distlab.run import Run, run_from
+from distlab.saving import check_saving, collector
 from distlab.strategies.base import Job, Strategy
 from distlab.task import Task
 
@@ -33,15 +34,18 @@ APPLY = trace.KINDS.index("apply")
 class Listener:
     """Keeps what a run says. Filled by the watching thread, read by any."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job, strategy: Strategy, num_workers: int) -> None:
+        self.collector = collector(job, strategy, num_workers, self.say)
         self.parts: list[np.ndarray] = []
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.version = 0
+        self.version = 0 if job.begin is None else job.begin.version
         self.loss = float("nan")
 
     def events(self, rows: np.ndarray) -> None:
         """Store a batch of events."""
         self.parts.append(rows)
+        if self.collector is not None:
+            self.collector.events(rows)
         applied = rows[rows["kind"] == APPLY]
         if len(applied):
             self.version = max(self.version, int(applied["version"].max()))
@@ -49,7 +53,21 @@ class Listener:
 
     def output(self, who: Peer, text: str) -> None:
         """Store a line that a process printed."""
-        self.lines.put(f"[{who}] {text}")
+        self.say(f"[{who}] {text}")
+
+    def say(self, line: str) -> None:
+        """Store a line."""
+        self.lines.put(line)
+
+    def part(self, who: Peer, data: Tensor) -> None:
+        """Hand on a process's part of a checkpoint."""
+        if self.collector is not None:
+            self.collector.part(who, data)
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        if self.collector is not None:
+            self.collector.close()
 
 
 class LiveRun:
@@ -60,10 +78,10 @@ class LiveRun:
 
     def __init__(self, task: Task, strategy: Strategy, cluster: Cluster, job: Job, paused: bool = False) -> None:
         self._task, self._strategy, self._cluster, self._job = task, strategy, cluster, job
-        self._listener, self._began = Listener(), time.monotonic()
+        self._listener, self._began = Listener(job, strategy, cluster.num_workers), time.monotonic()
         self.launched: Launched = cluster.launch(strategy, job, self._listener, paused=paused)
         self._lock, self._run = threading.Lock(), None  # type: tuple[Any, Run | None]
-        self._ender = weakref.finalize(self, self.launched.kill)
+        self._ender = weakref.finalize(self, end, self.launched, self._listener)
 
     def __repr__(self) -> str:
         state = "running" if self.launched.wait(0) is None else "ended"
@@ -180,6 +198,7 @@ class LiveRun:
             except BaseException:
                 self.launched.kill()
                 raise
+            self._listener.close()
             self._print()
             advance()
         return self._finish(ending)
@@ -206,8 +225,15 @@ class LiveRun:
         counts = self._strategy.layout(self._cluster.num_workers).counts
         said: dict[str, Any] = {"num_workers": counts.get("worker") or counts.get("replica", 1)}
         said |= {"trace": trace.gather(events), "startup_s": first - self._began, "error": error}
+        said["begin"] = self._job.begin
         said["num_holders"] = counts.get(self._strategy.final, 0)
         return run_from(self._strategy, repr(self._cluster), self._task, ending.outcomes, **said)
+
+
+def end(launched: Launched, listener: Listener) -> None:
+    """End a run that nobody waits for."""
+    launched.kill()
+    listener.close()
 
 
 def one_line(error: BaseException) -> str:
@@ -250,6 +276,9 @@ def start(
     num_batches: Sequence[int] | None = None,
     evaluate_every: int | None = None,
     log_dir: str | os.PathLike[str] | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
     paused: bool = False,
 ) -> LiveRun:
     """Start a run and return at once.
@@ -270,14 +299,21 @@ def start(
         log_dir: a folder, made if it is not there, for the chief's TensorBoard files: its training loss
             (train/loss), the schedule's factor (train/lr_factor) and each evaluation (validation/...), by version.
             Needs tensorboard. Take a new folder for every run.
+        checkpoint_dir: a folder, made if it is not there, for checkpoints (the newest five): of the run's end, and
+        checkpoint_every: of every multiple of so many versions. Training does not wait for the disk.
+        resume: go on from the checkpoint at this path, or from the newest in this folder of them; None: from the
+            beginning. See `latest_checkpoint`. `num_updates` counts the updates that are in it too. With the same
+            strategy, servers and workers a deterministic run ends at the bits that it would have without the break.
         paused: let nothing happen before `LiveRun.step` or `LiveRun.resume` (simulated clusters only).
 
     Raises:
         TypeError, ValueError: bad input, before any process starts, with what was asked and what was got.
-        ModuleNotFoundError, OSError: log_dir cannot be written, in the same way.
+        ModuleNotFoundError, OSError: log_dir or checkpoint_dir cannot be written, in the same way.
+        FileNotFoundError, BadCheckpoint: there is no checkpoint at `resume`, or it is damaged, or of another task.
     """
     job = checked(task, strategy, cluster, num_updates, num_samples, num_batches)
     job = replace(job, evaluate_every=check_evaluation(task, evaluate_every), log_dir=check_log_dir(log_dir))
+    job = replace(job, **check_saving(task, strategy, job.num_updates, checkpoint_dir, checkpoint_every, resume))
     return LiveRun(task, strategy, cluster, job, paused)
 
 
@@ -292,11 +328,15 @@ def train(
     num_batches: Sequence[int] | None = None,
     evaluate_every: int | None = None,
     log_dir: str | os.PathLike[str] | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Run:
     """Run to the end, with a progress bar. Arguments and errors as `start`, then those of `LiveRun.wait`."""
     how_long: dict[str, Any] = {"num_updates": num_updates, "num_samples": num_samples, "num_batches": num_batches}
-    live = start(task, strategy, cluster, **how_long, evaluate_every=evaluate_every, log_dir=log_dir)
+    kept: dict[str, Any] = {"checkpoint_dir": checkpoint_dir, "checkpoint_every": checkpoint_every, "resume": resume}
+    live = start(task, strategy, cluster, **how_long, evaluate_every=evaluate_every, log_dir=log_dir, **kept)
     return live.wait(progress=progress)
 
 

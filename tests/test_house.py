@@ -29,12 +29,13 @@ FLOORS = {
         "trace",
         "randomness",
         "packing",
+        "checkpoint",
     },
     1: {"fabric"},
     2: {"collectives", "roles"},
     3: {"strategies"},
     4: {"clusters"},
-    5: {"train", "run", "faults", "checkpoint"},
+    5: {"train", "run", "saving"},
     5.5: {"devices", "reports", "check", "datasets", "tasks", "theory"},
     6: {"plots"},
     7: {"dashboard", "exercises"},
@@ -168,12 +169,12 @@ for module in {["distlab", *core()]}:
     assert done.returncode == 0, done.stderr
 
 
-def test_floors_0_to_5_are_at_most_6000_lines_of_code():
-    assert lines([m for m in core() if floor(m) <= 5]) <= 6000
+def test_floors_0_to_5_are_at_most_7000_lines_of_code():
+    assert lines([m for m in core() if floor(m) <= 5]) <= 7000
 
 
-def test_package_is_at_most_9000_lines_of_code():
-    assert 500 < lines(list(modules())) <= 9000
+def test_package_is_at_most_10000_lines_of_code():
+    assert 500 < lines(list(modules())) <= 10000
 
 
 def test_bare_make_lists_every_target_and_does_nothing_else(tmp_path):

@@ -28,6 +28,9 @@ class Sink(Protocol):
     def output(self, who: Peer, text: str) -> None:
         """What a process printed."""
 
+    def part(self, who: Peer, data: Tensor) -> None:
+        """A process's part of a checkpoint, as `Saver` packed it."""
+
 
 @dataclass
 class Ending:

@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from distlab.clusters import process
 from distlab.clusters.base import ONLY_SIMULATED, Cluster, Ending, Launched, Sink
@@ -33,7 +34,7 @@ from distlab.fabric import Peer
 from distlab.fabric.network import Change
 from distlab.options import check_count, check_positive, check_seconds, check_word
 from distlab.strategies.base import Job, Strategy
-from distlab.trace import EVENT
+from distlab.trace import EVENT, KIND_CODES
 
 ROOT_CAUSE_S = 1.0  # how long a lost link waits for the news of what became of its other end
 LAST_WORDS_S = 0.5  # how long the others may take, after a failure, to hand over what they measured
@@ -149,11 +150,12 @@ class Processes(Launched):
         dies_at = [c.at_step for c in self._cluster.changes if c.at_step >= 0 and peer_of(c, self._layout) == me]
         place = Place(
             me, self._layout.counts, tuple(self._layout.links), self._cluster.links, self._folder.name, self._token,
-            self._cluster.compute_time_s, tuple(self._told), before.step if before else -1,
+            self._cluster.compute_time_s, tuple(self._told), before.computed if before else -1,
             tuple(self._faults.weather(me).said),
             math.inf if self._told or not dies_at else min(dies_at),
         )  # fmt: skip
         member = self._members[me] = start(self._payload, place)
+        member.computed = place.step
         self._open_ends |= {member.control: (member, True), member.out: (member, False)}
 
     @property
@@ -297,7 +299,12 @@ class Processes(Launched):
         if kind == "e":
             rows = np.frombuffer(body, EVENT)
             member.step = max(member.step, int(rows["step"].max()))
+            computed = rows["step"][rows["kind"] == KIND_CODES["compute"]]
+            member.computed = int(computed.max(initial=member.computed))
             self._sink.events(rows)
+            return True
+        if kind == "k":
+            self._sink.part(member.me, torch.frombuffer(bytearray(body), dtype=torch.uint8))
             return True
         if kind == "l":
             member.linked = True

@@ -54,6 +54,7 @@ class Member:
     said: str = ""  # "r" once its result is here, "f" once its failure is
     linked: bool = False  # has it found the others?
     step: int = -1
+    computed: int = -1  # the last step of which it, or one whose place it has taken, had a gradient
     heard_s: float = field(default_factory=time.monotonic)  # when it last gave a sign of life
     stopped: bool = False  # by a scenario
     gave_up: str = ""  # why it was ended, if it was

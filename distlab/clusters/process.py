@@ -13,12 +13,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 import torch
+from torch import Tensor
 
 from distlab.fabric import Peer
 from distlab.fabric.torch_fabric import TorchFabric
@@ -54,9 +56,9 @@ class Control:
 
     def say(self, kind: str, value: Any = None) -> None:
         """Send one message up, told apart by its first letter: events as raw bytes, the rest pickled."""
-        body = value if kind == "events" else pickle.dumps(value)
+        body = value if kind in ("events", "keep") else pickle.dumps(value)
         with self._lock:
-            self.pipe.send_bytes(kind[0].encode() + body)
+            self.pipe.send_bytes(kind[0].encode() + bytes(body))
 
     def listen(self, fabric: TorchFabric, folder: str) -> None:
         """Obey the caller's commands until it is gone; then it has left its folder behind as well."""
@@ -93,7 +95,9 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     threading.Thread(target=live, args=(record, control), daemon=True).start()
     try:
         torch.set_num_threads(1)
-        outcome = run(payload, place, fabric, lambda: control.say("linked"))
+        with ThreadPoolExecutor(1) as courier:  # parts of checkpoints leave while training goes on
+            keep = lambda part: courier.submit(control.say, "keep", part.numpy())  # noqa: E731
+            outcome = run(payload, place, fabric, lambda: control.say("linked"), keep)
         record.flush()
         control.say("result", to_bytes(outcome))
     except BaseException as error:
@@ -104,13 +108,15 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     os._exit(0)
 
 
-def run(payload: bytes, place: Place, fabric: TorchFabric, linked: Callable[[], None]) -> Outcome:
+def run(
+    payload: bytes, place: Place, fabric: TorchFabric, linked: Callable[[], None], hand_over: Callable[[Tensor], Any]
+) -> Outcome:
     """Unpack the job, make the links, say so, and be what the strategy says."""
     strategy, job = cloudpickle.loads(payload)
     fabric.connect(place.pairs, links=place.links, tag=len(place.told))
     linked()
     left: list[Outcome] = []
-    fabric.spawn(lambda: left.append(outcome_of(strategy, fabric, job))).join()
+    fabric.spawn(lambda: left.append(outcome_of(strategy, fabric, job, hand_over))).join()
     return left[0]
 
 

@@ -173,7 +173,8 @@ class SimulatedRun(Launched):
         node = self._cluster.node(world, peer, self._layout, changes, seed=[self._lives, peer.index])
         for what, other in self._told:
             node.tell(what, other)
-        world.nodes[peer], node.step = node, old.step + 1
+        world.nodes[peer] = node
+        node.computed, node.step = old.computed, old.computed + 1
         node.record("revive", node.now(), node.now(), worker=peer.index)
         self._tell("came", peer)
         era = node.members.era
@@ -200,7 +201,7 @@ class SimulatedRun(Launched):
                 self.events += 1
 
     def _program(self, me: Peer, node: SimulatedFabric) -> None:
-        self._ending.outcomes[me] = outcome_of(self._strategy, node, self._job)
+        self._ending.outcomes[me] = outcome_of(self._strategy, node, self._job, lambda part: self._sink.part(me, part))
         node.end()
         self._tell("left", me)
 

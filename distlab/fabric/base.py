@@ -20,7 +20,9 @@ from torch import Tensor
 
 from distlab.errors import BadMessage, DistlabError
 from distlab.fabric.membership import Membership, Peer
+from distlab.fabric.saver import Saver
 from distlab.flat import Vector
+from distlab.randomness import set_states, states
 from distlab.trace import Recorder
 
 NUM_COUNTS = 8  # of `Shared`
@@ -195,9 +197,11 @@ class Fabric(ABC):
         record: writes an event of this process into the trace.
         stopping: true once somebody asked the run to stop early.
         step: the batch that this process is at, for whoever must name it; -1 before the first.
+        computed: the last step of which there is a gradient, by this process or the one whose place it has taken.
         flat: the parameters that this process holds, for whoever looks into a paused run.
         chief: who evaluates and logs on this process, for whoever ends it.
         members: who takes part, as far as this process has been told.
+        saver: what this process hands over for checkpoints, and what it goes on from.
     """
 
     parallel: ClassVar[bool] = True
@@ -206,9 +210,11 @@ class Fabric(ABC):
     record: Recorder
     stopping: bool = field(default=False, init=False)
     step: int = field(default=-1, init=False)
+    computed: int = field(default=-1, init=False)
     flat: Vector | None = field(default=None, init=False)
     chief: Any = field(default=None, init=False)
     members: Membership = field(default_factory=Membership, init=False)
+    saver: Saver = field(default_factory=Saver, init=False)
 
     def __post_init__(self) -> None:
         self.hand_over: Callable[[], None] = self.record.flush  # what this process has recorded so far
@@ -220,6 +226,14 @@ class Fabric(ABC):
     @abstractmethod
     def seed(self, number: int) -> None:
         """Seed the random numbers (torch, numpy, random) that user code on this process will draw."""
+
+    def random_states(self) -> dict[str, Any]:
+        """Where those are; see `randomness.states`."""
+        return states()
+
+    def set_random_states(self, kept: dict[str, Any]) -> None:
+        """Let them be where they were."""
+        set_states(kept)
 
     @abstractmethod
     def link(self, role: str, index: int) -> Link:

@@ -22,7 +22,7 @@ from distlab.fabric import wire
 from distlab.fabric.base import ALWAYS, NUM_COUNTS, Fabric, Link, Message, Parts, Peer, Running, Shared, Timed
 from distlab.fabric.laws import Law
 from distlab.fabric.network import Change, Nic, Traffic, standing_still
-from distlab.randomness import Randomness
+from distlab.randomness import Randomness, set_states, states
 from distlab.trace import Buffer, Recorder
 
 JOIN = "a task of its own"
@@ -289,6 +289,12 @@ class SimulatedFabric(Fabric):
 
     def seed(self, number: int) -> None:
         self.randomness = Randomness(number)
+
+    def random_states(self) -> dict[str, Any]:
+        return self.randomness.around(states)
+
+    def set_random_states(self, kept: dict[str, Any]) -> None:
+        self.randomness.around(lambda: set_states(kept))
 
     def connect(self, peer: Peer) -> None:
         """Make both ends of the link to `peer`."""

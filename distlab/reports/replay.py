@@ -9,6 +9,7 @@ only a tape, it can be edited: another learning rate, a worker left out, the sam
 import copy
 import warnings
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,24 +17,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distlab.checkpoint import Checkpoint
 from distlab.clusters.simulated import SimulatedCluster
 from distlab.collectives import in_one_thread
 from distlab.errors import DivergenceWarning
 from distlab.flat import Flat, Vector, local_state
 from distlab.options import check_positive
-from distlab.randomness import Randomness, undisturbed
+from distlab.randomness import Randomness, set_states, undisturbed
 from distlab.reports.ledger import lives
 from distlab.roles.exchange import Exchange
-from distlab.roles.updater import Lane
+from distlab.roles.updater import Lane, known
 from distlab.roles.worker import Computer
 from distlab.rules import MEAN, Rule
 from distlab.shards import Shard
-from distlab.strategies.base import ParameterServerStrategy, Strategy, model_of
+from distlab.strategies.base import Job, ParameterServerStrategy, Strategy
 from distlab.strategies.in_graph import InGraph
 from distlab.strategies.local_sgd import LocalSGD, Rounds
-from distlab.task import Task
-from distlab.trace import ROLES, Trace
-from distlab.train import train
+from distlab.task import Task, model_of
+from distlab.trace import KIND_CODES, ROLES, Trace
+from distlab.train import LiveRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,7 @@ def tape(trace: Trace) -> list[Line]:
 
 def replay(
     trace: Trace, task: Task, strategy: Strategy, *, num_workers: int, lr: float | None = None,
-    without_worker: int | None = None,
+    without_worker: int | None = None, begin: Checkpoint | None = None,
 ) -> Replay:  # fmt: skip
     """Do a run again from its trace, serially.
 
@@ -101,6 +103,7 @@ def replay(
         num_workers: how many the stream of samples was dealt to.
         lr: another learning rate, for the same arrivals.
         without_worker: leave this worker's gradients out; the others arrive as they did.
+        begin: the checkpoint that the run went on from, if it did.
 
     Raises:
         ValueError: the trace holds no update, `without_worker` is not on it, or a gradient was read at a version
@@ -119,9 +122,9 @@ def replay(
     if isinstance(strategy, InGraph):
         if without_worker is not None:
             raise ValueError("in-graph, all replicas compute one gradient: none can be left out of it")
-        return again(task, strategy, num_workers, max(line.version for line in lines), lr)
+        return again(task, strategy, num_workers, max(line.version for line in lines), lr, begin)
     with undisturbed():
-        player = Player(trace, lines, task, strategy, num_workers, lr)
+        player = Player(trace, lines, task, strategy, num_workers, lr, begin)
         losses = {}
         for number, line in enumerate(lines):
             kept = [g for g in line.gradients if g[0] != without_worker]
@@ -132,7 +135,9 @@ def replay(
     return Replay(task, player.params, losses, player.local)
 
 
-def again(task: Task, strategy: Strategy, num_workers: int, num_updates: int, lr: float | None) -> Replay:
+def again(
+    task: Task, strategy: Strategy, num_workers: int, num_updates: int, lr: float | None, begin: Checkpoint | None
+) -> Replay:
     """Where one client decides all, the tape holds no choice: run the same program on a virtual clock."""
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
@@ -144,7 +149,8 @@ def again(task: Task, strategy: Strategy, num_workers: int, num_updates: int, lr
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DivergenceWarning)  # said of the run itself
         cluster = SimulatedCluster(num_workers)
-        run = train(task.but(optimizer=optimizer), strategy, cluster, num_updates=num_updates, progress=False)
+        job = Job(task.but(optimizer=optimizer), num_updates, num_workers, begin=begin)
+        run = LiveRun(job.task, strategy, cluster, job).wait()
     losses = dict(zip(run.applies["version"].tolist(), run.applies["loss"].tolist(), strict=True))
     assert run.params is not None
     return Replay(task, run.params, losses, dict(run.local))
@@ -153,20 +159,26 @@ def again(task: Task, strategy: Strategy, num_workers: int, num_updates: int, lr
 class Holder:
     """One server of the tape, or whoever applies: its parameters, optimizer and rule, and the versions still read."""
 
-    def __init__(self, vector: Vector, shard: Shard, lane: Lane, rule: Rule) -> None:
+    def __init__(self, vector: Vector, shard: Shard, lane: Lane, rule: Rule, begin: Checkpoint | None) -> None:
         self.vector, self.latest = vector, vector.params
         self.shard, self.lane, self.rule = shard, lane, copy.deepcopy(rule)
-        self.versions = {0: vector.params.clone()}
         self.applied = 0
+        if begin is not None:
+            state, self.applied = begin.portion(shard.ranges), begin.version
+            vector.params.copy_(state["vectors"]["params"])
+            self.lane.restore(known(state, "optimizer"))
+            self.rule.restore(known(state, "rule")["vectors"])
+        self.versions = {self.applied: vector.params.clone()}
 
 
 class Player:
     """Plays a tape: who holds parameters, and every worker's model, buffers and random numbers."""
 
     def __init__(
-        self, trace: Trace, lines: list[Line], task: Task, strategy: Strategy, num_workers: int, lr: float | None
-    ) -> None:
-        self.task, self.num_workers, self.lr = task, num_workers, lr
+        self, trace: Trace, lines: list[Line], task: Task, strategy: Strategy, num_workers: int, lr: float | None,
+        begin: Checkpoint | None,
+    ) -> None:  # fmt: skip
+        self.task, self.num_workers, self.lr, self.begin = task, num_workers, lr, begin
         self.flat, self.rule = Flat(task.build()), MEAN
         whole = Shard(((0, self.flat.size),), tuple(self.flat.shapes), self.flat.dtype)
         shards = [whole]
@@ -176,6 +188,7 @@ class Player:
         self.workers: dict[int, Computer] = {}
         self.random: dict[int, Randomness] = {}
         self.own_lanes: dict[int, Lane] = {}
+        self.anew: set[int] = set()  # workers whose place another process has taken
         self.computes = reads(trace, len(shards))
         self.begins = defaultdict(list, lives(trace))
         self.ahead = {worker: deque(sorted(steps)) for worker, steps in self.computes.items()}  # not yet computed
@@ -194,6 +207,8 @@ class Player:
         if isinstance(strategy, LocalSGD):
             self.make, self.outer = self._rounds, Rounds(task, self.flat, strategy.outer)
             self.outer.begin(self.flat.params)
+            if begin is not None:
+                self.outer.restore(begin.portion(whole.ranges))
 
     def play(self, number: int, line: Line, gradients: list[tuple[int, int, int]]) -> float:
         """Make the version of line `number` from `gradients`; returns their mean loss, nan if there are none."""
@@ -325,13 +340,16 @@ class Player:
         lane.step(mean, factor * (self.task.lr_schedule(version) if self.task.lr_schedule else 1.0))
 
     def _holder(self, shard: Shard) -> Holder:
-        vector = Vector(shard.shapes, shard.dtype, shard.among)
+        vector = shard.vector()
         vector.params.copy_(shard.take(self.flat.params))
-        return Holder(vector, shard, self._lane(vector), self.rule)
+        return Holder(vector, shard, self._lane(vector), self.rule, self.begin)
 
     def _own_lane(self, worker: int, flat: Vector) -> Lane:
         if worker not in self.own_lanes:
             self.own_lanes[worker] = self._lane(flat)
+            if self.begin is not None and worker not in self.anew:
+                kept = [self._kept(worker)[name] for name in ("inner", "lane") if name in self._kept(worker)]
+                self.own_lanes[worker].restore(kept[0] if kept else known(self.begin.common, "optimizer"))
         return self.own_lanes[worker]
 
     def _lane(self, flat: Vector) -> Lane:
@@ -343,6 +361,7 @@ class Player:
     def _computer(self, worker: int, step: int) -> Computer:
         if step in self.begins[worker]:  # a new process, which knows nothing of the one before
             self.begins[worker].remove(step)
+            self.anew.add(worker)
             for kept in (self.workers, self.random, self.own_lanes):
                 kept.pop(worker, None)
             if self.exchanges:
@@ -351,7 +370,21 @@ class Player:
             part = {"index": worker, "num_workers": self.num_workers, "batch_size": self.task.batch_size}
             self.workers[worker] = Computer(self.task, **part)
             self.random[worker] = Randomness(self.workers[worker].seed)
+            self._go_on(worker)
         return self.workers[worker]
+
+    def _kept(self, worker: int) -> Mapping[str, Any]:
+        """What the checkpoint has of a worker that it knows."""
+        return {} if self.begin is None or worker in self.anew else self.begin.own.get(f"worker {worker}", {})
+
+    def _go_on(self, worker: int) -> None:
+        """Let a worker be as the checkpoint has it."""
+        kept = self._kept(worker)
+        if kept:
+            self.workers[worker].model.load_state_dict(kept["worker"]["local"], strict=False)
+            self.random[worker].around(lambda: set_states(kept["worker"]["random"]))
+        if "exchange" in kept and self.exchanges:
+            self.exchanges[worker].restore(kept["exchange"])
 
 
 def groups(trace: Trace) -> list[tuple[int, list[int]]]:
@@ -373,13 +406,16 @@ def applies_its_own(trace: Trace) -> bool:
 def reads(trace: Trace, num_servers: int) -> dict[int, dict[int, tuple[tuple[int, ...], int]]]:
     """worker -> step -> the version of each server that this gradient was computed at, and its batch."""
     found: dict[int, dict[int, tuple[tuple[int, ...], int]]] = defaultdict(dict)
-    pulled: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # what came before a worker's step
-    if num_servers > 1:
-        for worker, step, server, version in trace.select("pull")[["worker", "step", "peer", "version"]].tolist():
-            pulled[worker, step + 1][server] = version
-    for worker, step, read, batch in trace.select("compute")[["worker", "step", "read", "batch"]].tolist():
-        versions = tuple(pulled[worker, step][server] for server in range(num_servers)) if num_servers > 1 else (read,)
-        found[worker][step] = versions, batch if batch >= 0 else step
+    pulled: dict[int, dict[int, int]] = defaultdict(dict)  # what each worker was given last
+    rows = trace.rows[np.isin(trace.rows["kind"], [KIND_CODES["pull"], KIND_CODES["compute"]])]
+    for kind, worker, step, server, version, read, batch in rows[
+        ["kind", "worker", "step", "peer", "version", "read", "batch"]
+    ].tolist():
+        if kind == KIND_CODES["pull"]:
+            pulled[worker][server] = version
+        else:
+            versions = tuple(pulled[worker][i] for i in range(num_servers)) if num_servers > 1 else (read,)
+            found[worker][step] = versions, batch if batch >= 0 else step
     return completed(trace, found, num_servers)
 
 

@@ -20,8 +20,7 @@ from distlab.options import warn
 from distlab.randomness import undisturbed
 from distlab.reports.curvature import SAMPLES, curvature, gradient
 from distlab.run import Run
-from distlab.strategies.base import model_of
-from distlab.task import Task
+from distlab.task import Task, model_of
 from distlab.theory import largest_stable_lr
 
 ASYNCHRONOUS = 0.5  # mean staleness

@@ -49,6 +49,9 @@ class Client:
         self.going_back = False  # is backward under way?
         self._at = 0  # which replica's program is running
         self._place(place is None)
+        worker.local = lambda: self.local
+        begin = self.fabric.saver.begin
+        self.version = 0 if begin is None else begin.version
 
     def _place(self, whole: bool) -> None:
         """Put stand-ins where the placed modules were, and an optimizer over what the client holds."""
@@ -209,6 +212,8 @@ class Client:
         for gradient in whose:
             self.fabric.record("apply", done.start_s, done.end_s, version=self.version, **gradient.facts)
         self.worker.step += 1
+        self.worker.next = self.worker.step
+        self.fabric.saver.reached(self.version)
 
     def fetch(self, kind: Kind = Kind.PULL) -> None:
         """Bring what stays elsewhere into `flat`; with STOP, for the last time."""

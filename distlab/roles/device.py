@@ -30,6 +30,7 @@ class Device:
         self.pieces = mine
         self.served = {number: self._serve(task, piece) for number, piece in mine.items()}
         self.updaters = [self._updater(task, pieces[i], served) for i, served in self.served.items()]
+        worker.local = lambda: self.local
         fabric.flat = next((served.flat for served in self.served.values() if served.flat is not None), None)
 
     @property
@@ -53,6 +54,7 @@ class Device:
 
     def obey(self, message: Message) -> None:
         """Do what the client asks, and answer."""
+        self.fabric.saver.reached(message.version)
         if message.kind is Kind.APPLY:
             self.apply()
         elif message.kind is Kind.PULL:

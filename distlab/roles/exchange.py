@@ -6,6 +6,7 @@ the buckets. So it is the order of the parameters, reversed, not the one in whic
 """
 
 from itertools import accumulate
+from typing import Any
 
 from torch import Tensor
 
@@ -43,6 +44,13 @@ class Exchange:
         start, stop = self.buckets[number]
         all_reduce(ranks, message[start:stop], self._algorithm)
 
+    def state(self) -> dict[str, Any]:
+        """What this rank's has to remember from one exchange to the next."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+
     def undo(self) -> None:
         """Forget an exchange that did not come to its end, if there is one."""
 
@@ -59,6 +67,12 @@ class CompressedExchange(Exchange):
         super().__init__(flat)
         self._feedback = Feedback(compression, flat.grads)
         self._before: Tensor | None = None  # while an exchange is under way: what was left out until then
+
+    def state(self) -> dict[str, Any]:
+        return {"error": self._feedback.error}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._feedback.error = state["error"]
 
     def undo(self) -> None:
         if self._before is not None:

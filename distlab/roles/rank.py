@@ -33,6 +33,7 @@ class Rank:
         self._missing: list[set[int]] = []  # of each bucket, the parameters whose gradient is not there yet
         if len(exchange.buckets) > 1:
             self._watch()
+        worker.fabric.saver.own("exchange", exchange.state, exchange.restore)
         self._group = Group(worker, holder, self._stop_summing, keeps=keeps)
 
     def begin(self, *, contributes: int) -> Parts | None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from distlab.errors import BadMessage, PeerLost
 from distlab.fabric import Fabric, Kind, Link, Message
-from distlab.flat import Vector
 from distlab.roles.updater import Gradient, Params, Updater
 from distlab.roles.worker import Worker
 from distlab.rules import MEAN, Rule
@@ -46,7 +45,7 @@ class Server:
         rule: Rule = MEAN, needed: "Callable[[Server], int]" = lambda server: 1,
     ) -> None:  # fmt: skip
         self.fabric, self.task, self.num_updates, self.locking = fabric, task, num_updates, locking
-        self.shard, self.flat = shard, Vector(shard.shapes, shard.dtype, shard.among)
+        self.shard, self.flat = shard, shard.vector()
         fabric.flat, self._needed = self.flat, needed
         self.updater = Updater(fabric, task, self.flat, rule=rule, by_tensor=locking == "tensor")
         self.num_workers = fabric.counts["worker"]
@@ -57,8 +56,13 @@ class Server:
         self.memory: dict[str, Any] = {}
         self.distinct = False  # may no worker have two gradients in one update?
         self.broadcasts = False  # is a new version sent to everybody, asked or not?
-        self.ready = False
-        self._begun = 0
+        self.ready, self._begun = False, self.version
+        self._settled = [-1] * self.num_workers  # the newest step of each worker of which it is known what became
+        if (begin := fabric.saver.begin) is not None:
+            self.ready, size = True, task.batch_size
+            self.last_push = [begin.position(i, self.num_workers, size) - 1 for i in range(self.num_workers)]
+            self._settled = list(self.last_push)
+        fabric.saver.own("server", lambda: {"settled": self._settled}, lambda _: None)
 
     @property
     def live(self) -> set[int]:
@@ -91,6 +95,7 @@ class Server:
         if not begins:
             self.record("unused", *gradients)
             return
+        self._settle(*gradients)
         with self.guard():
             made = self.updater.apply(*gradients, lane=gradients[-1].worker)
         if made == self.num_updates:
@@ -180,8 +185,14 @@ class Server:
     def record(self, outcome: str, *gradients: Gradient) -> None:
         """Say in the trace what became of gradients that were not applied: "drop" or "unused"."""
         now = self.fabric.now()
+        if outcome == "drop":
+            self._settle(*gradients)
         for g in gradients:
             self.fabric.record(outcome, now, now, version=self.version, **g.facts)
+
+    def _settle(self, *gradients: Gradient) -> None:
+        for g in gradients:
+            self._settled[g.worker] = max(self._settled[g.worker], g.step)
 
     def close(self) -> None:
         """Account for the gradients that still wait for others."""
@@ -289,7 +300,7 @@ class ServerPort:
         self._post(Kind.PULL)
         params = self.answer()
         if begins and (self._last_push >= 0 or self.worker.next):  # another process of this name has come so far
-            self.worker.step = self.worker.next = self._last_push + 1
+            self.worker.step = self.worker.next = max(self.worker.next, self._last_push + 1)
         return params
 
     def push(self, gradient: Gradient) -> Params:
@@ -330,6 +341,7 @@ class ServerPort:
             for shard, message in zip(self._shards, messages, strict=True):
                 shard.put(message.values, self._whole)
             params = Params(self._whole, versions[0], versions, dropped)
+        self.worker.held = params.version
         if self.worker.ended:
             self.worker.look(params)  # the last ones: no gradient will be computed at them
         return params

@@ -7,6 +7,7 @@ memory, with its own ``.grad``, and an optimizer of its own whose state dicts ar
 """
 
 import copy
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ class Lane:
         self.merged = alike and not by_tensor and is_elementwise(self.optimizer)
         if self.merged:
             groups[0]["params"] = self.params = [nn.Parameter(flat.params)]
-        self.rates = [group["lr"] for group in groups]
+        self.rates, self._first = [group["lr"] for group in groups], self._settings
         if first is not None:
             for mine, shared in zip(self.params, first.params, strict=True):
                 self.optimizer.state[mine] = first.optimizer.state[shared]
@@ -97,21 +98,56 @@ class Lane:
             part.step()
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's."""
-        return self.optimizer.state_dict()
+        """What the optimizer has come to know: vectors, laid out as the parameters are; others, by tensor (-1: of all);
+        and the settings that it has changed itself."""
+        vectors: dict[str, Tensor] = {}
+        others: dict[int, dict[str, Any]] = {}
+        for i, param in enumerate(self.params):
+            for name, value in self.optimizer.state.get(param, {}).items():
+                if is_like(value, param):
+                    whole = vectors.setdefault(name, torch.zeros(self._flat.size, dtype=value.dtype))
+                    self._pieces(whole)[i].copy_(value)
+                elif value is not None:
+                    others.setdefault(self._number(i), {})[name] = value
+        both = zip(self._settings, self._first, strict=True)
+        changed = [{name: value for name, value in now.items() if value != first[name]} for now, first in both]
+        return {"vectors": vectors, "others": others, "settings": changed}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from another's `state`."""
-        self.optimizer.load_state_dict(state)
+        """Go on from another's `state`; it may have had them as one tensor, or as many."""
+        alike: dict[str, Any] = next(iter(state["others"].values()), {})
+        for i, param in enumerate(self.params):
+            kept = {name: self._pieces(vector)[i].clone() for name, vector in state["vectors"].items()}
+            kept |= copy.deepcopy(state["others"].get(self._number(i), alike))
+            mine = self.optimizer.state[param]  # which the other lanes share
+            mine.clear()
+            mine.update(kept)
+        for group, changed in zip(self.optimizer.param_groups, state["settings"], strict=False):
+            group.update(changed)
+
+    def _pieces(self, vector: Tensor) -> list[Tensor]:
+        return [vector] if self.merged else self._flat.views(vector)
+
+    def _number(self, i: int) -> int:
+        return -1 if self.merged else i if self._flat.among is None else self._flat.among[1][i]
+
+    @property
+    def _settings(self) -> list[dict[str, Any]]:
+        plain = (bool, int, float, str)
+        return [{k: v for k, v in g.items() if isinstance(v, plain) and k != "lr"} for g in self.optimizer.param_groups]
 
     def take(self, mean: Tensor, factor: float) -> None:
         """Let the next step of every one of `parts` apply this."""
         for part in self.parts:
             for group, rate in zip(part.param_groups, self.rates, strict=True):
                 group["lr"] = rate * factor
-        pieces = [mean] if self.merged else self._flat.views(mean)
-        for param, piece in zip(self.params, pieces, strict=True):
+        for param, piece in zip(self.params, self._pieces(mean), strict=True):
             param.grad = piece
+
+
+def is_like(value: Any, param: Tensor) -> bool:
+    """Is it of the parameter's shape, so an element belongs to each of the parameter's?"""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == param.shape
 
 
 def optimizer_of(task: Task, params: list[nn.Parameter], flat: Vector) -> torch.optim.Optimizer:
@@ -152,6 +188,21 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE and not optimizer.state
 
 
+def held(version: int, params: Tensor, lane: Lane | None, rule: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What there is once in a run, or a shard of it, as checkpoints have it: all that is laid out as the parameters are
+    beside these."""
+    known = {"vectors": {}, "others": {}, "settings": []} if lane is None else lane.state()
+    vectors = {"params": params} | {f"optimizer.{name}": v for name, v in known["vectors"].items()}
+    return {**known, "version": version, "vectors": vectors | {f"rule.{name}": v for name, v in rule.items()}}
+
+
+def known(state: Mapping[str, Any], whose: str) -> dict[str, Any]:
+    """Of what `held` put together, what one had come to know."""
+    prefix = f"{whose}."
+    vectors = {name.removeprefix(prefix): v for name, v in state["vectors"].items() if name.startswith(prefix)}
+    return {**state, "vectors": vectors}
+
+
 class Updater:
     """Parameters, optimizer and version in one place.
 
@@ -159,16 +210,22 @@ class Updater:
         flat: its `params` are changed in place by `apply`.
         rule: what becomes of several gradients, or of old ones.
         by_tensor: hold a lock of each tensor's own while it is updated.
+        common: is what it holds part of a checkpoint?
 
     Attributes:
         version: how many updates have been applied.
     """
 
-    def __init__(self, fabric: Fabric, task: Task, flat: Vector, *, rule: Rule = MEAN, by_tensor: bool = False) -> None:
+    def __init__(
+        self, fabric: Fabric, task: Task, flat: Vector, *, rule: Rule = MEAN, by_tensor: bool = False,
+        common: bool = True,
+    ) -> None:  # fmt: skip
         self.flat, self.version, self.rule = flat, 0, copy.deepcopy(rule)
         self._fabric, self._task, self._by_tensor = fabric, task, by_tensor
         self._first = Lane(task, flat, None, by_tensor=by_tensor)
         self._lanes, self._begun = {-1: self._first}, False
+        if common:
+            fabric.saver.common(flat.ranges, self.state, self.restore)
 
     def lane(self, number: int) -> Lane:
         """The lane of one thread; made on first use. Where threads take turns, one is enough."""
@@ -188,17 +245,19 @@ class Updater:
             self.version += 1
             version = self.version
         self.record(done, version, *gradients)
+        self._fabric.saver.reached(version)
         return version
 
     def state(self) -> dict[str, Any]:
-        """Parameters, version and the optimizer's state."""
-        return {"params": self.flat.params, "version": self.version, "optimizer": self._first.state()}
+        """Parameters, version, and what the optimizer and the rule have come to know."""
+        return held(self.version, self.flat.params, self._first, self.rule.state())
 
     def restore(self, state: dict[str, Any]) -> None:
         """Be where the updater was whose `state` this is."""
-        self.flat.params.copy_(state["params"])
+        self.flat.params.copy_(state["vectors"]["params"])
         self.version = state["version"]
-        self._first.restore(state["optimizer"])
+        self._first.restore(known(state, "optimizer"))
+        self.rule.restore(known(state, "rule")["vectors"])
 
     def step(self, *gradients: Gradient, lane: int = -1, mean: Tensor | None = None) -> Timed:
         """The optimizer's part of `apply`: no new version, nothing recorded."""

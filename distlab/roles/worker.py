@@ -12,7 +12,7 @@ from torch import Tensor
 from distlab.data import Stream
 from distlab.errors import NonFiniteLoss
 from distlab.fabric import Fabric, Link, Parts, Peer
-from distlab.flat import Flat
+from distlab.flat import Flat, local_state
 from distlab.roles.chief import Chief
 from distlab.roles.updater import Gradient, Params
 from distlab.task import Task
@@ -61,6 +61,8 @@ class Worker(Computer):
         ended: set when the run is over; `batches` then stops.
         batch: which batch of its stream it is at.
         next: which one comes then.
+        held: the version of the parameters that it has, as far as it knows.
+        local: its buffers and frozen parameters.
         chief: evaluates and logs, if this worker is to.
         make_chief: makes that, should this worker become the chief; None: it has.
     """
@@ -73,7 +75,25 @@ class Worker(Computer):
         self.batch, self.next, self._num_batches = first, first, num_batches
         self.chief: Chief | None = None
         self.make_chief: Callable[[], Chief | None] | None = None
+        self.held, self.local = 0, lambda: local_state(self.model)  # type: int, Callable[[], dict[str, Tensor]]
         fabric.seed(self.seed)
+        if (begin := fabric.saver.begin) is not None:
+            dealt = self.stream.num_workers, self.stream.batch_size
+            self.step = self.next = begin.position(self.index, *dealt)
+        if fabric.me.role == "worker":
+            fabric.saver.speaks = lambda: self.is_chief
+        fabric.saver.own("worker", self.state, self.restore)
+
+    def state(self) -> dict[str, Any]:
+        """What this worker alone has."""
+        place = {"index": self.index, "num_workers": self.stream.num_workers, "batch_size": self.stream.batch_size}
+        place |= {"position": self.next, "step": self.step} if self.fabric.me.role != "replica" else {}
+        return {"random": self.fabric.random_states(), "local": self.local(), **place}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self.fabric.set_random_states(state["random"])
+        self.model.load_state_dict(state["local"], strict=False)
 
     @property
     def step(self) -> int:
@@ -97,6 +117,7 @@ class Worker(Computer):
     def batches(self) -> Iterator[Any]:
         """This worker's batches, until the run is over or its data is used up."""
         while not self.ended and (self._num_batches is None or self.next < self._num_batches):
+            self.fabric.saver.reached(self.held)
             self.fabric.step = self.step
             self.batch, self.next = self.next, self.next + 1
             yield self.fabric.timed("load", lambda: self.stream.batch(self.batch)).value
@@ -114,6 +135,7 @@ class Worker(Computer):
 
     def look(self, params: Params) -> None:
         """Say that this worker holds `params`: if it is the chief, it may evaluate them."""
+        self.held = params.version
         if self.make_chief is not None and self.fabric.members.lost and self.is_chief:
             self.become_chief(params.version)
         if self.chief is not None:
@@ -158,6 +180,7 @@ class Worker(Computer):
         gradient = Gradient(grads, params.version, self.index, self.step, samples, loss, reads)
         kind, facts = "cancel" if done.cancelled else "compute", gradient.facts
         self.fabric.record(kind, done.start_s, done.end_s, version=params.version, batch=self.batch, **facts)
+        self.fabric.computed = self.step
         if done.cancelled:
             return None
         self.log(params.version, loss)

@@ -6,15 +6,17 @@ process per role and number; the same lines run on real processes and on a virtu
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from distlab.checkpoint import Checkpoint
 from distlab.errors import PeerLost, TooLate
 from distlab.fabric import Fabric, Kind, Peer
+from distlab.fabric.saver import Saver
 from distlab.flat import Flat, Vector, local_state, padded
 from distlab.options import Options, warn
 from distlab.roles.chief import Chief
@@ -45,6 +47,9 @@ class Job:
         num_updates: the version at which the run is over, if the workers' data lasts so long.
         num_batches: how many batches each worker has.
         evaluate_every, log_dir: what the chief looks at, and where it writes.
+        checkpoint_dir, checkpoint_every: where checkpoints are written, and at which multiples of a version (None: at
+            the end only).
+        begin: the checkpoint that the run goes on from.
     """
 
     task: Task
@@ -53,6 +58,9 @@ class Job:
     num_batches: tuple[int, ...] | None = None
     evaluate_every: int | None = None
     log_dir: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: int | None = None
+    begin: Checkpoint | None = None
 
     def batches_of(self, worker: int) -> int | None:
         """How many batches this worker has; None: as many as it takes."""
@@ -90,6 +98,7 @@ class Strategy(Options, ABC):
             "identical replicas".
         shrinks: does an update hold fewer gradients once workers have died?
         simulated_only, real_only: why it cannot run on real processes, or on a virtual clock, if it cannot.
+        unsaved: why there are no checkpoints of it, if there are none.
     """
 
     final: ClassVar[str] = "worker"
@@ -97,6 +106,7 @@ class Strategy(Options, ABC):
     shrinks: bool = False
     simulated_only: str = ""
     real_only: str = ""
+    unsaved: ClassVar[str] = ""
 
     @abstractmethod
     def layout(self, num_workers: int) -> Layout:
@@ -119,6 +129,10 @@ class Strategy(Options, ABC):
     def num_updates(self, task: Task, num_workers: int, num_samples: int) -> int:
         """How many updates it takes to use at least `num_samples` samples."""
         return -(-num_samples // (task.batch_size * self.gradients_per_update(num_workers)))
+
+    def optimizer(self, task: Task) -> Callable[..., Any] | None:
+        """The factory of the optimizer that makes the versions, if there is one."""
+        return task.optimizer
 
     def most_updates(self, num_batches: Sequence[int]) -> int:
         """How many updates the workers' batches allow, at most: here, each of them on its own."""
@@ -282,10 +296,18 @@ def worker_of(fabric: Fabric, job: Job, **changes: Any) -> Worker:
     return worker
 
 
-def outcome_of(strategy: Strategy, fabric: Fabric, job: Job) -> Outcome:
-    """What a process leaves: what the strategy says, and what the chief saw, if this was the chief's."""
+def outcome_of(strategy: Strategy, fabric: Fabric, job: Job, hand_over: Callable[[Tensor], None]) -> Outcome:
+    """What a process leaves: what the strategy says, and what the chief saw, if this was the chief's.
+
+    Args:
+        hand_over: called with this process's part of each checkpoint.
+    """
+    begin = None if fabric.members.era else job.begin  # who comes later is told by others how things are
+    asked = hand_over if job.checkpoint_dir is not None else None
+    fabric.saver = Saver(str(fabric.me), job.checkpoint_every, begin, asked)
     try:
         outcome = strategy.run(fabric, job)
+        fabric.saver.finish()
         if (chief := fabric.chief) is not None:
             if outcome.params is not None:  # the final ones, where the chief holds them itself
                 chief.look(Params(outcome.params, outcome.version))
@@ -296,14 +318,3 @@ def outcome_of(strategy: Strategy, fabric: Fabric, job: Job) -> Outcome:
     finally:
         if fabric.chief is not None:
             fabric.chief.close()
-
-
-def model_of(task: Task, params: Tensor, local: dict[str, Tensor]) -> nn.Module:
-    """A model of `task` with these parameters and buffers, on memory of its own."""
-    model = task.build()
-    flat = Flat(model)
-    if flat.params.shape != params.shape:
-        raise ValueError(f"these are parameters of another model: {len(params)} numbers, this task has {flat.size}")
-    flat.params.copy_(params)
-    model.load_state_dict(local, strict=False)
-    return model

@@ -26,6 +26,8 @@ class BroadcastGradients(ParameterServerStrategy):
     If a worker or the server dies: the run ends with an error that names it.
     """
 
+    unsaved = "it is a misreading, to be measured and not to be continued"
+
     def serve(self, server: Server, worker: WorkerPort) -> None:
         log: list[Gradient] = server.memory.setdefault("log", [])  # every gradient, in the order of the versions
         for gradient in worker.pushes():

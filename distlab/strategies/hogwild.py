@@ -7,11 +7,12 @@ of the two changes is lost, and everything else of both is kept.
 
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 from distlab.fabric import Fabric, Peer
 from distlab.fabric.base import ALWAYS
 from distlab.flat import Flat, local_state
-from distlab.roles.updater import Gradient, Lane, Params
+from distlab.roles.updater import Gradient, Lane, Params, held
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
 
 READY, BEGUN, DONE = range(3)  # the shared counts: are there parameters; updates that began; those that are complete
@@ -69,6 +70,8 @@ class Memory:
         self.counts, whole = self.shared.counts, copy(flat)
         whole.params = self.shared.values  # so that the optimizer's steps write there
         self.lane = Lane(job.task, whole, None)
+        fabric.saver.own("lane", self.lane.state, self.lane.restore)
+        fabric.saver.common(flat.ranges, self.state, self.restore)
         with self.shared.lock:
             if not self.counts[READY]:  # only the first to come: a late one would undo what was learnt
                 self.shared.values.copy_(flat.params)
@@ -78,6 +81,18 @@ class Memory:
     def over(self) -> bool:
         """No further update will begin."""
         return int(self.counts[BEGUN]) >= self.job.num_updates
+
+    def state(self) -> dict[str, Any]:
+        """The parameters and how many updates are complete: at least those are in them."""
+        version = int(self.counts[DONE])
+        return held(version, self.shared.values, None, {})
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Begin from there, unless others have begun."""
+        with self.shared.lock:
+            if not self.counts[READY]:
+                self.shared.values.copy_(state["vectors"]["params"])
+                self.counts[READY], self.counts[BEGUN], self.counts[DONE] = 1, state["version"], state["version"]
 
     def read(self) -> Params:
         """The worker's copy. Its version is counted first: the copy may hold parts of newer updates, but lacks none."""
@@ -89,6 +104,7 @@ class Memory:
         done = self.fabric.timed("apply", lambda: self._step(gradient), idle=ALWAYS)
         kind, version = ("apply", done.value) if done.value else ("unused", int(self.counts[DONE]))
         self.fabric.record(kind, done.start_s, done.end_s, version=version, **gradient.facts)
+        self.fabric.saver.reached(version)
 
     def _step(self, gradient: Gradient) -> int:
         schedule = self.job.task.lr_schedule

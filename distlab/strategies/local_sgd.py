@@ -18,7 +18,7 @@ from distlab.flat import Flat, Vector, local_state, trainable
 from distlab.options import check_count, check_word
 from distlab.roles.exchange import Exchange
 from distlab.roles.rank import Rank
-from distlab.roles.updater import Gradient, Lane, Params, Updater
+from distlab.roles.updater import Gradient, Lane, Params, Updater, held, known
 from distlab.roles.worker import USED_UP
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
 from distlab.task import Task
@@ -69,6 +69,9 @@ class LocalSGD(Strategy):
     def shrinks(self) -> bool:  # type: ignore[override]
         return self.on_too_few == "shrink"
 
+    def optimizer(self, task: Task) -> Callable[..., Any] | None:
+        return self.outer
+
     def layout(self, num_workers: int) -> Layout:
         return Layout({"worker": num_workers}, [("worker", "worker")])
 
@@ -81,8 +84,10 @@ class LocalSGD(Strategy):
 
     def run(self, fabric: Fabric, job: Job) -> Outcome:
         worker = worker_of(fabric, job)
-        flat, updater = worker.flat, Updater(fabric, job.task, worker.flat)
+        flat, updater = worker.flat, Updater(fabric, job.task, worker.flat, common=False)
         rounds = Rounds(job.task, flat, self.outer)
+        fabric.saver.common(flat.ranges, rounds.state, rounds.restore)
+        fabric.saver.own("inner", updater.lane(-1).state, updater.lane(-1).restore)
         rank = Rank(worker, self.exchange(flat), rounds, keeps=True)
         rounds.begin(flat.params)
         mine: list[Gradient] = []
@@ -98,6 +103,7 @@ class LocalSGD(Strategy):
                     rounds.end(flat.grads)
                     now = fabric.now()
                     updater.record(Timed(None, now, now), rounds.version, *mine)
+                    fabric.saver.reached(rounds.version)
                 worker.ended = over or rounds.version >= job.num_updates
                 mine = []
         rank.leave()
@@ -136,13 +142,12 @@ class Rounds:
 
     def state(self) -> dict[str, Any]:
         """Where the round began, and the outer optimizer's state."""
-        outer = None if self._lane is None else self._lane.state()
-        return {"start": self.start.params, "version": self.version, "outer": outer}
+        return held(self.version, self.start.params, self._lane, {})
 
     def restore(self, state: dict[str, Any]) -> None:
         """Begin the round of another worker's `state`."""
-        self.start.params.copy_(state["start"])
-        self._flat.params.copy_(state["start"])
+        for params in (self.start.params, self._flat.params):
+            params.copy_(state["vectors"]["params"])
         self.version = state["version"]
         if self._lane is not None:
-            self._lane.restore(state["outer"])
+            self._lane.restore(known(state, "optimizer"))

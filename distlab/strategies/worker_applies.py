@@ -24,6 +24,8 @@ class WorkerApplies(ParameterServerStrategy):
     If a worker or the server dies: the run ends with an error that names it.
     """
 
+    unsaved = "it is a misreading, to be measured and not to be continued"
+
     def serve(self, server: Server, worker: WorkerPort) -> None:
         for message in worker.messages(Kind.STORE):
             written = gradient_from(message, worker.index)
