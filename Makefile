@@ -8,7 +8,7 @@ ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(BROWSER),$(filter Darwin,$(shell uname)))
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test demo fuzz faults lessons lint clean
+.PHONY: help lab test demo fuzz faults kills lessons lint clean
 
 help:  # no "##" here: the list is what it prints
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s%s\n", $$1, $$2}'
@@ -27,6 +27,9 @@ fuzz: $(READY)  ## random simulated runs of every strategy, e.g. make fuzz ARGS=
 
 faults: $(READY)  ## kill each kind of process under each strategy, 50 times each: what happens (fewer: ARGS="--rounds 5")
 	$(RUN) benchmarks/faults.py $(ARGS)
+
+kills: $(READY)  ## kill a script that makes checkpoints 8 times under each of four strategies, and let it go on (more: ARGS=30)
+	DISTLAB_KILLS=$(or $(ARGS),8) $(RUN) -m pytest tests/test_checkpoints.py -k killed --timeout=0
 
 lessons: $(READY)  ## execute the lessons whose source changed (all: ARGS=--force)
 	$(RUN) lessons/build.py $(ARGS)

@@ -97,11 +97,11 @@ class Checkpoint:
     def position(self, index: int, num_workers: int, batch_size: int) -> int:
         """The next batch of a worker. If the samples were dealt to others, all begin with a round of their own that
         holds no sample which has been handed out, but for those of the last round begun."""
-        dealt = {name: own["worker"] for name, own in self.own.items() if "position" in own.get("worker", {})}
-        for kept in dealt.values():
+        dealt = [own["place"] for own in self.own.values() if "place" in own]
+        for kept in dealt:
             if (kept["index"], kept["num_workers"], kept["batch_size"]) == (index, num_workers, batch_size):
                 return int(kept["position"])
-        used = sum(kept["position"] * kept["batch_size"] for kept in dealt.values())
+        used = sum(kept["position"] * kept["batch_size"] for kept in dealt)
         return used // (num_workers * batch_size)
 
 

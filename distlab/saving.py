@@ -10,7 +10,7 @@ import queue
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,9 @@ class Collector:
                 self._say(f"a checkpoint could not be written to {self._folder}: {type(error).__name__}: {error}")
 
     def _write(self) -> None:
-        """Write the newest checkpoint of which all parts are there."""
+        """Write the checkpoints of which all parts are there."""
         parts = [part for given in self._given.values() for part in given if part["common"]]
-        for number in sorted({part["number"] for part in parts}, reverse=True):
+        for number in sorted({part["number"] for part in parts}):
             common = united([held for part in parts if part["number"] == number for held in part["common"]], self._size)
             late = {who: [part for part in given if part["number"] >= number] for who, given in self._given.items()}
             if common is None or not all(late.get(who) for who in self._live):
@@ -85,19 +85,22 @@ class Collector:
                 self._given[who] = [part for part in given if part["number"] > number]
             if common["version"] > self._written:
                 self._written = common["version"]
-                own = {who: settled(who, self._last) for who in self._last}
-                write(Checkpoint(self._facts, common, own), self._folder)
-            return
+                write(Checkpoint(self._facts, common, settled(self._last)), self._folder)
 
 
-def settled(who: str, own: dict[str, Any]) -> dict[str, Any]:
-    """What a process had for itself; a worker is to go on after the last of its gradients that the server knew of."""
-    role, index = who.split()
-    kept, server = own[who], own.get("server 0")
-    if role != "worker" or server is None:
-        return kept
-    worker, step = kept["worker"], server["server"]["settled"][int(index)]
-    return {**kept, "worker": {**worker, "position": worker["position"] + step + 1 - worker["step"]}}
+def settled(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What each process had for itself; a worker is to go on after the last of its gradients that server 0 knew of."""
+    if "server 0" not in own:
+        return dict(own)
+    dealt = next(kept["place"] for kept in own.values() if "place" in kept)
+    made = dict(own)
+    for index, step in enumerate(own["server 0"]["server"]["settled"]):
+        kept = own.get(f"worker {index}", {})  # none of one that has died before it could say anything
+        place = kept.get("place", {**dealt, "index": index, "step": 0, "position": 0})
+        unknown = place["step"] - 1 - step
+        position = place["batch"] if unknown > 0 else place["position"] - unknown  # below 0: it has died since
+        made[f"worker {index}"] = {**kept, "place": {**place, "position": position}}
+    return made
 
 
 def check_saving(

@@ -1,4 +1,4 @@
-"""README's code runs and prints what it says."""
+"""The code of README and CHECKPOINTS runs and prints what it says."""
 
 import re
 import subprocess
@@ -9,18 +9,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", TEXT, re.DOTALL)
+PAGES = TEXT + (ROOT / "CHECKPOINTS.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", PAGES, re.DOTALL)
 
 
-def test_readme_has_as_many_outputs_as_python_blocks():
-    assert len(BLOCKS) == TEXT.count("```python") >= 2
+def test_pages_have_as_many_outputs_as_python_blocks():
+    assert len(BLOCKS) == PAGES.count("```python") >= 2
 
 
 @pytest.mark.parametrize(("code", "printed"), BLOCKS)
-def test_readme_block_prints_what_it_says(code, printed, tmp_path):
+def test_block_prints_what_it_says(code, printed, tmp_path):
     script = tmp_path / "block.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, printed), done.stderr
 
 

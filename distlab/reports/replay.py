@@ -380,7 +380,7 @@ class Player:
     def _go_on(self, worker: int) -> None:
         """Let a worker be as the checkpoint has it."""
         kept = self._kept(worker)
-        if kept:
+        if "worker" in kept:
             self.workers[worker].model.load_state_dict(kept["worker"]["local"], strict=False)
             self.random[worker].around(lambda: set_states(kept["worker"]["random"]))
         if "exchange" in kept and self.exchanges:

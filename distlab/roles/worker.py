@@ -82,13 +82,18 @@ class Worker(Computer):
             self.step = self.next = begin.position(self.index, *dealt)
         if fabric.me.role == "worker":
             fabric.saver.speaks = lambda: self.is_chief
+        if fabric.me.role != "replica":
+            fabric.saver.own("place", self.place, lambda _: None)
         fabric.saver.own("worker", self.state, self.restore)
+
+    def place(self) -> dict[str, int]:
+        """Where it is in its data, and how that was dealt; see `Checkpoint.position`."""
+        dealt = {"index": self.index, "num_workers": self.stream.num_workers, "batch_size": self.stream.batch_size}
+        return {**dealt, "position": self.next, "step": self.step, "batch": self.batch}
 
     def state(self) -> dict[str, Any]:
         """What this worker alone has."""
-        place = {"index": self.index, "num_workers": self.stream.num_workers, "batch_size": self.stream.batch_size}
-        place |= {"position": self.next, "step": self.step} if self.fabric.me.role != "replica" else {}
-        return {"random": self.fabric.random_states(), "local": self.local(), **place}
+        return {"random": self.fabric.random_states(), "local": self.local()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
