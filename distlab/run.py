@@ -42,7 +42,7 @@ class Run:
         startup_s: from the call to the first event.
         error: what ended it early, as text; "" otherwise.
         task, algorithm: the task and the strategy themselves, for `model`, `evaluate` and `replay`.
-        begin: the checkpoint that it went on from.
+        begin: the checkpoint that it went on from, or went back to last.
         judged: the chief's evaluations, if it came to its end; see `evaluations`.
     """
 

@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from distlab.checkpoint import Checkpoint, checkpoints, facts_of, layout_of, load_checkpoint, united, write
+from distlab.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    facts_of,
+    latest_checkpoint,
+    layout_of,
+    load_checkpoint,
+    united,
+    write,
+)
 from distlab.fabric import Peer
 from distlab.options import check_count
 from distlab.packing import unpacked
@@ -38,7 +47,8 @@ class Collector:
 
     def __init__(self, folder: Path, facts: dict[str, Any], peers: Iterable[Peer], say: Callable[[str], None]) -> None:
         self._folder, self._facts, self._say = folder, facts, say
-        self._size, self._live = layout_of(facts).size, {str(peer) for peer in peers}
+        self._size, self._all = layout_of(facts).size, {str(peer) for peer in peers}
+        self._live = set(self._all)
         self._given: dict[str, list[dict[str, Any]]] = defaultdict(list)  # that may still be of use, in order
         self._last: dict[str, dict[str, Any]] = {}  # what each process had for itself in the last checkpoint
         self._written = -1
@@ -55,6 +65,14 @@ class Collector:
         for row in rows[np.isin(rows["kind"], [KIND_CODES["death"], KIND_CODES["revive"]])]:
             self._news.put((f"{ROLES[row['role']]} {row['index']}", bool(row["kind"] == KIND_CODES["revive"])))
 
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint, where all processes begin anew; None if there is none."""
+        done = threading.Event()
+        self._news.put(("", done))
+        done.wait()
+        path = latest_checkpoint(self._folder)
+        return None if path is None else load_checkpoint(path)
+
     def close(self) -> None:
         """Write what can be written, and end; harmless when it has ended."""
         self._news.put(None)
@@ -63,7 +81,12 @@ class Collector:
     def _collect(self) -> None:
         while (news := self._news.get()) is not None:
             who, what = news
-            if isinstance(what, bool):
+            if isinstance(what, threading.Event):
+                self._given.clear()
+                self._last.clear()
+                self._live = set(self._all)
+                what.set()
+            elif isinstance(what, bool):
                 (self._live.add if what else self._live.discard)(who)
             else:
                 self._given[who].append(unpacked(what))

@@ -5,9 +5,11 @@ function of it. Recording costs about a microsecond: a row goes into a buffer th
 buffers travel to the caller.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,9 +39,11 @@ KINDS = (
     "revive",  # a new process has taken the place of one that had died
     "chief",  # a worker: the one before it was lost, so from now on it evaluates and logs
     "regroup",  # a rank: after `version`, `worker` is one of the group; `step` counts the changes of the membership
+    "restore",  # this process was lost, and nobody else has what it held: all began anew at the checkpoint of `version`
 )
 ROLES = ("worker", "server", "client", "replica")
 
+NO_VERSION = 1 << 62  # above all that there are
 KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
 ROLE_CODES = {role: code for code, role in enumerate(ROLES)}
 
@@ -195,9 +199,20 @@ class Trace:
         return self.rows[chosen]
 
     @property
+    def stretches(self) -> list[tuple["Trace", float]]:
+        """The parts of a run that went back to checkpoints, and up to which version each of them holds."""
+        backs = self.select("restore")
+        rows, ends = self.rows[self.rows["kind"] != KIND_CODES["restore"]], [-math.inf, *backs["end_s"], math.inf]
+        parts = [rows[(rows["end_s"] > start) & (rows["end_s"] <= stop)] for start, stop in pairwise(ends)]
+        return [(Trace(part), backs["version"][i:].min(initial=NO_VERSION)) for i, part in enumerate(parts)]
+
+    @property
     def applies(self) -> np.ndarray:
         """The rows of kind "apply" that hold. What a rank has applied and then died of, before anybody else came to the
-        end of that exchange, the others have done again without it."""
+        end of that exchange, the others have done again without it; so they have what was made after a checkpoint to
+        which the run went back."""
+        if len(self.select("restore")):
+            return np.concatenate([(rows := part.applies)[rows["version"] <= last] for part, last in self.stretches])
         rows = self.select("apply")
         for death in self.select("death"):
             later = self.select("regroup")

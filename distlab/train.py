@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from distlab import trace
+from distlab.checkpoint import Checkpoint
 from distlab.clusters.base import Cluster, Ending, Launched
 from distlab.clusters.scenario import Scenario, check_scenario
 from distlab.errors import DistlabError
@@ -35,7 +36,7 @@ class Listener:
     """Keeps what a run says. Filled by the watching thread, read by any."""
 
     def __init__(self, job: Job, strategy: Strategy, num_workers: int) -> None:
-        self.collector = collector(job, strategy, num_workers, self.say)
+        self.collector, self.begin = collector(job, strategy, num_workers, self.say), job.begin
         self.parts: list[np.ndarray] = []
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.version = 0 if job.begin is None else job.begin.version
@@ -63,6 +64,12 @@ class Listener:
         """Hand on a process's part of a checkpoint."""
         if self.collector is not None:
             self.collector.part(who, data)
+
+    def go_back(self) -> Checkpoint | None:
+        """The newest checkpoint: from now on the run is one that began there."""
+        kept = None if self.collector is None else self.collector.newest()
+        self.begin = kept or self.begin
+        return kept
 
     def close(self) -> None:
         """Nothing more will come."""
@@ -225,7 +232,7 @@ class LiveRun:
         counts = self._strategy.layout(self._cluster.num_workers).counts
         said: dict[str, Any] = {"num_workers": counts.get("worker") or counts.get("replica", 1)}
         said |= {"trace": trace.gather(events), "startup_s": first - self._began, "error": error}
-        said["begin"] = self._job.begin
+        said["begin"] = self._listener.begin
         said["num_holders"] = counts.get(self._strategy.final, 0)
         return run_from(self._strategy, repr(self._cluster), self._task, ending.outcomes, **said)
 

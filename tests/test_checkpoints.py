@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -250,6 +251,86 @@ def test_run_that_is_stopped_can_go_on(two, tmp_path):
     assert dl.load_checkpoint(tmp_path).version == run.version
     whole = train(dl.AllReduce(), two, num_updates=run.version + 5)
     assert train(dl.AllReduce(), two, resume=tmp_path, num_updates=run.version + 5).params.equal(whole.params)
+
+
+# Going back to the last one
+
+
+HOLDERS = [
+    (dl.SyncPS(), 2, {"server": 0}),
+    (dl.SyncPS(num_servers=2), 3, {"server": 1}),
+    (dl.SyncPS(num_backup_workers=1), 3, {"server": 0}),
+    (dl.AsyncPS(), 1, {"server": 0}),
+    (dl.AsyncPS(num_servers=2, locking="server"), 3, {"server": 1}),
+    (dl.InGraph(), 2, {"client": 0}),
+    (dl.InGraph(place={"0": 0, "3": 1}), 2, {"client": 0}),
+]
+IN_STEP = ("SyncPS()", "SyncPS(num_servers=2)", "InGraph", "AsyncPS()")
+
+
+def check_that_it_went_back(run: dl.Run, strategy: dl.Strategy, num_workers: int, who: dict[str, int]) -> None:
+    (back,) = run.trace.where("restore")
+    assert back.who == " ".join(f"{role} {index}" for role, index in who.items())
+    assert 0 < back.version == run.begin.version < 60 == run.version
+    assert sorted(set(run.applies["version"])) == list(range(1, 61))
+    assert run.ledger.balances
+    assert run.replay().params.equal(run.params)
+    made = run.trace.select("apply", "client 0" if "client" in who else "server 0")
+    again = len(made) - len(np.unique(made[["version", "worker", "step"]]))
+    assert again <= run.ledger.counts["lost"], "and what was on its way"
+    if repr(strategy).startswith(IN_STEP):
+        assert run.params.equal(train(strategy, dl.SimulatedCluster(num_workers), num_updates=60).params)
+
+
+@pytest.mark.parametrize(("strategy", "num_workers", "who"), HOLDERS, ids=str)
+def test_run_goes_back_to_its_last_checkpoint_when_a_holder_dies(strategy, num_workers, who, tmp_path):
+    cluster = dl.SimulatedCluster(num_workers)
+    ends = train(strategy, cluster, num_updates=60).applies["end_s"]
+    run = train(strategy, cluster.kill(**who, at_s=float(ends[len(ends) * 2 // 3])), tmp_path, num_updates=60)
+    check_that_it_went_back(run, strategy, num_workers, who)
+
+
+@pytest.mark.parametrize(("strategy", "num_workers", "who"), HOLDERS, ids=str)
+def test_so_do_real_processes(strategy, num_workers, who, tmp_path, capsys):
+    with dl.LocalCluster(num_workers, compute_time_s=0.01) as cluster:
+        live = dl.start(task_of(), strategy, cluster, num_updates=60, checkpoint_dir=tmp_path, checkpoint_every=EVERY)
+        until(lambda: dl.latest_checkpoint(tmp_path) is not None and live.version > 12)
+        live.kill(**who)
+        check_that_it_went_back(live.wait(), strategy, num_workers, who)
+    assert "killed by SIGKILL; all begin anew at the checkpoint of version " in capsys.readouterr().out
+
+
+def test_second_death_goes_back_again(tmp_path):
+    cluster = dl.SimulatedCluster(2).kill(server=0, at_s=1.5).kill(server=0, at_s=2.5)
+    run = train(dl.SyncPS(), cluster, tmp_path, num_updates=40)
+    assert len(run.trace.select("restore")) == 2
+    assert run.ledger.balances
+    assert run.params.equal(train(dl.SyncPS(), dl.SimulatedCluster(2), num_updates=40).params)
+
+
+def test_run_that_gets_no_further_ends(tmp_path):
+    """Or it would go back to the same checkpoint for ever."""
+    cluster = dl.SimulatedCluster(2)
+    for number in range(9):
+        cluster = cluster.kill(server=0, at_s=1.5 + number / 4)
+    with pytest.raises(dl.ProcessLost, match="server 0 was lost"):
+        train(dl.SyncPS(), cluster, tmp_path, num_updates=60)
+
+
+@pytest.mark.parametrize("kind", [dl.SimulatedCluster, dl.LocalCluster])
+def test_holder_that_dies_before_there_is_a_checkpoint_ends_the_run(kind, tmp_path):
+    with kind(2) as cluster, pytest.raises(dl.ProcessLost, match="server 0"):
+        train(dl.SyncPS(), cluster.kill(server=0, at_s=0.0), tmp_path)
+
+
+def test_error_in_your_own_code_does_not_go_back(tmp_path):
+    def schedule(version):
+        if version == 9:
+            raise ZeroDivisionError("here")
+        return 1.0
+
+    with pytest.raises(ZeroDivisionError):
+        train(dl.SyncPS(), dl.SimulatedCluster(2), tmp_path, task=task_of().but(lr_schedule=schedule))
 
 
 # The files

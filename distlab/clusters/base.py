@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from distlab.checkpoint import Checkpoint
 from distlab.errors import DistlabError
 from distlab.fabric import Peer
 from distlab.fabric.network import Change
@@ -30,6 +31,9 @@ class Sink(Protocol):
 
     def part(self, who: Peer, data: Tensor) -> None:
         """A process's part of a checkpoint, as `Saver` packed it."""
+
+    def go_back(self) -> Checkpoint | None:
+        """The newest checkpoint, at which the run begins anew; None if there is none."""
 
 
 @dataclass

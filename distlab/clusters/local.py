@@ -40,6 +40,7 @@ ROOT_CAUSE_S = 1.0  # how long a lost link waits for the news of what became of 
 LAST_WORDS_S = 0.5  # how long the others may take, after a failure, to hand over what they measured
 TICK_S = 0.05  # how often to look at the clock
 LONGEST_S = 1e6  # no operating system sleeps for much longer
+TRIALS = 3  # so often a run goes back to the same checkpoint
 LEAVE_S = 2.0  # how long a process may take to leave after its last word
 
 
@@ -99,10 +100,9 @@ class LocalCluster(Scenario, Cluster):
             raise ValueError(f"on real processes this cannot be had: {strategy.simulated_only}")
         self.check_open()
         check_scenario(self.changes, strategy, self.num_workers)
-        payload = process.pack(strategy, job)
         for older in list(self._runs):
             older.kill("a newer run on the same cluster")
-        run = Processes(payload, strategy, self, sink)
+        run = Processes(job, strategy, self, sink)
         self._runs.add(run)
         return run
 
@@ -120,8 +120,9 @@ def _close(cluster: "weakref.ref[LocalCluster]") -> None:
 class Processes(Launched):
     """The processes of one run, and the thread that watches them."""
 
-    def __init__(self, payload: bytes, strategy: Strategy, cluster: LocalCluster, sink: Sink) -> None:
-        self._payload, self._strategy, self._cluster, self._sink = payload, strategy, cluster, sink
+    def __init__(self, job: Job, strategy: Strategy, cluster: LocalCluster, sink: Sink) -> None:
+        self._job, self._strategy, self._cluster, self._sink = job, strategy, cluster, sink
+        self._payload = process.pack(strategy, job)
         self._ending, self._failures = Ending(), list[tuple[Member, BaseException]]()
         self._over, self._killed = threading.Event(), ""
         self._missed: list[BaseException] = []  # deaths that the strategy survives
@@ -134,15 +135,20 @@ class Processes(Launched):
         self._open_ends: dict[Any, tuple[Member, bool]] = {}
         self._members: dict[Peer, Member] = {}
         self._ended: list[Member] = []  # those whose place another has taken
+        self._went_back: list[int] = []  # to the checkpoints of which versions
+        self._deadline = math.inf  # after a failure, for what is still to be heard
         try:
-            for role, count in self._layout.counts.items():
-                for i in range(count):
-                    self._begin(Peer(role, i))
+            self._begin_all()
         except BaseException:  # an interrupt, say: nobody would watch those that have started
             self._end()
             raise
         self._watcher = threading.Thread(target=self._watch, name="distlab-watch", daemon=True)
         self._watcher.start()
+
+    def _begin_all(self) -> None:
+        for role, count in self._layout.counts.items():
+            for i in range(count):
+                self._begin(Peer(role, i))
 
     def _begin(self, me: Peer) -> None:
         """Start one process: the first under this name, or one that takes its place."""
@@ -150,9 +156,9 @@ class Processes(Launched):
         dies_at = [c.at_step for c in self._cluster.changes if c.at_step >= 0 and peer_of(c, self._layout) == me]
         place = Place(
             me, self._layout.counts, tuple(self._layout.links), self._cluster.links, self._folder.name, self._token,
-            self._cluster.compute_time_s, tuple(self._told), before.computed if before else -1,
+            self._cluster.compute_time_s, tuple(self._told), before.computed if before and self._told else -1,
             tuple(self._faults.weather(me).said),
-            math.inf if self._told or not dies_at else min(dies_at),
+            math.inf if self._told or self._went_back or not dies_at else min(dies_at),
         )  # fmt: skip
         member = self._members[me] = start(self._payload, place)
         member.computed = place.step
@@ -196,18 +202,19 @@ class Processes(Launched):
 
     def _pump(self) -> None:
         """Turn pipes, deaths and the scenario into events, until every process has ended or one has failed."""
-        deadline = math.inf
-        while self._open_ends and time.monotonic() < deadline:
+        while self._open_ends and time.monotonic() < self._deadline:
             self._let_come_true()
             for end in wait(list(self._open_ends), timeout=self._pause_s()):
+                if end not in self._open_ends:  # all have begun anew
+                    continue
                 member, is_control = self._open_ends[end]
                 if not (self._hear(member) if is_control else self._print(member)):
                     del self._open_ends[end]
                     if is_control:
                         self._bury(member)
             self._look_for_silence()
-            if self._failures and deadline == math.inf:
-                deadline = time.monotonic() + self._patience()
+            if self._failures and self._deadline == math.inf:
+                self._deadline = time.monotonic() + self._patience()
         if self._failures:
             self._ending.error = self._cause()
             self._drain()
@@ -348,8 +355,30 @@ class Processes(Launched):
             self._missed.append(lost(member))
             self._sink.output(member.me, f"{self._missed[-1]}; the others go on")
             self._tell("lost", member.me)
-        else:
+        elif not (has_met and not self._killed and self._go_back(member)):
             self._failures.append((member, lost(member)))
+
+    def _go_back(self, member: Member) -> bool:
+        """`member` may have held what nobody else has: let all begin anew at the last checkpoint, if there is one and
+        it is of any use."""
+        if not self._cause_is_unknown() or not self._strategy.comes_back(member.me):
+            return False
+        self._drain()
+        kept = self._sink.go_back()
+        if kept is None or self._went_back[-TRIALS:] == [kept.version] * TRIALS:
+            return False
+        self._went_back.append(kept.version)
+        self._sink.events(notice("restore", member, version=kept.version))
+        self._sink.output(member.me, f"{lost(member)}; all begin anew at the checkpoint of version {kept.version}")
+        self._ended += self._members.values()
+        for left in (self._open_ends, self._failures, self._told, self._missed, self._ending.outcomes):
+            left.clear()
+        self._deadline = self._end_by_s = math.inf
+        self._folder.cleanup()
+        self._folder, self._token = tempfile.TemporaryDirectory(prefix="distlab-"), secrets.randbits(63)
+        self._payload = process.pack(self._strategy, replace(self._job, begin=kept))
+        self._begin_all()
+        return True
 
     def _tell(self, what: str, peer: Peer) -> None:
         """Let all processes know of a change."""

@@ -132,11 +132,11 @@ def rebuild(member: Member, packed: bytes | None, line: str, text: str, step: in
     return error
 
 
-def notice(kind: str, member: Member) -> np.ndarray:
-    """The row of a trace that says when a process died, or took another's place."""
+def notice(kind: str, member: Member, version: int = -1) -> np.ndarray:
+    """The row of a trace that says when a process died, took another's place, or took all others with it."""
     rows: list[np.ndarray] = []
     record = Recorder(*member.me, Buffer(rows.append))
-    record(kind, time.monotonic(), time.monotonic(), worker=member.me.index, step=member.step)
+    record(kind, time.monotonic(), time.monotonic(), worker=member.me.index, step=member.step, version=version)
     record.flush()
     return rows[0]
 

@@ -96,7 +96,11 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     try:
         torch.set_num_threads(1)
         with ThreadPoolExecutor(1) as courier:  # parts of checkpoints leave while training goes on
-            keep = lambda part: courier.submit(control.say, "keep", part.numpy())  # noqa: E731
+
+            def keep(part: Tensor) -> None:
+                record.flush()  # what is in a checkpoint is in the trace too
+                courier.submit(control.say, "keep", part.numpy())
+
             outcome = run(payload, place, fabric, lambda: control.say("linked"), keep)
         record.flush()
         control.say("result", to_bytes(outcome))

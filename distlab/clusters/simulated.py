@@ -146,9 +146,9 @@ class SimulatedCluster(Scenario, Cluster):
             laws["compute"] = self._settings.compute[me.index]
         return {kind: law for kind, law in laws.items() if law is not None}
 
-    def build(self, strategy: Strategy, job: Job, sink: Sink) -> World:
+    def build(self, strategy: Strategy, job: Job, sink: Sink, began_s: float = 0.0) -> World:
         """The world of one run, with every process at its first line."""
-        world = World(Buffer(sink.events), hollow=self._settings.gradients == "none")
+        world = World(Buffer(sink.events), hollow=self._settings.gradients == "none", began_s=began_s)
         layout = strategy.layout(self.num_workers)
         peers = [Peer(role, i) for role, count in layout.counts.items() for i in range(count)]
         for number, me in enumerate(peers):

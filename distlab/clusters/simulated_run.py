@@ -20,6 +20,8 @@ from distlab.options import check_count
 from distlab.randomness import undisturbed
 from distlab.strategies.base import Job, Layout, Strategy, outcome_of
 
+ANEW_S = 1e-3  # how long it takes to begin anew at a checkpoint
+TRIALS = 3  # so often a run goes back to the same checkpoint
 FLUSH_S = 0.05  # events are handed over this often, as those of real processes are
 GIVE_UP_S = 2.0  # how long `kill` waits for user code that may never come back
 
@@ -29,7 +31,7 @@ class Builder(Protocol):
 
     num_workers: int
 
-    def build(self, strategy: Strategy, job: Job, sink: Sink) -> World:
+    def build(self, strategy: Strategy, job: Job, sink: Sink, began_s: float = 0.0) -> World:
         """A world with every process at its first line."""
 
     def node(self, world: World, me: Peer, layout: Layout, changes: list[Change], seed: list[int]) -> SimulatedFabric:
@@ -50,6 +52,7 @@ class SimulatedRun(Launched):
         self._told: list[tuple[str, Peer]] = []  # changes of the membership
         self._awaited: set[Peer] = set()  # those that come back as soon as they have died
         self._lives = 0  # processes that took another's place
+        self._went_back: list[int] = []  # to the checkpoints of which versions
         self.world: World | None = None
         self.events = 0  # that have happened
         self._thread = threading.Thread(target=self._run, name="distlab-simulation", daemon=True)
@@ -119,17 +122,11 @@ class SimulatedRun(Launched):
             self._turn.notify_all()
 
     def _simulate(self) -> None:
-        world = self.world = self._cluster.build(self._strategy, self._job, self._sink)
-        world.kill = self._kill
-        for me, node in world.nodes.items():
-            node.spawn(self._program, me, node)
-        for node in list(world.nodes.values()):
-            for change in node.changes:
-                self._schedule(change)
-        try:
+        world = self._begin()
+        self._let_happen(world)
+        while self._went_back_from(world):
+            world = self._begin()
             self._let_happen(world)
-        finally:
-            self._flush()
         if self._killed:
             raise ProcessLost(f"the run was ended at {world.env.now:.6g} s by {self._killed}")
         if world.failure is not None:
@@ -138,6 +135,37 @@ class SimulatedRun(Launched):
                 error = RemoteError("".join(traceback.format_exception_only(error)).strip())
             error.add_note(f"raised on {me} at {world.env.now:.6g} s of virtual time")
             raise error
+
+    def _begin(self) -> World:
+        """Every process at its first line, at this moment."""
+        began_s = 0.0 if self.world is None else self.world.env.now + ANEW_S
+        world = self.world = self._cluster.build(self._strategy, self._job, self._sink, began_s)
+        world.kill = self._kill
+        for me, node in world.nodes.items():
+            if began_s:  # what has struck does not strike again
+                node.changes = [c for c in node.changes if c.from_s > began_s or c.kind not in ("kill", "revive")]
+            node.spawn(self._program, me, node)
+        for node in list(world.nodes.values()):
+            for change in node.changes:
+                self._schedule(change)
+        return world
+
+    def _went_back_from(self, world: World) -> bool:
+        """Has it lost a process that held what nobody else has, and is there a checkpoint to begin anew at?"""
+        who, error = world.failure or (None, None)
+        if self._killed or who is None or not (world.nodes[who].dead and self._strategy.comes_back(who)):
+            return False
+        kept = self._sink.go_back()
+        if kept is None or self._went_back[-TRIALS:] == [kept.version] * TRIALS:
+            return False
+        self._went_back.append(kept.version)
+        world.nodes[who].record("restore", world.env.now, world.env.now, version=kept.version)
+        self._flush()
+        self._sink.output(who, f"{error}; all begin anew at the checkpoint of version {kept.version}")
+        self._job = replace(self._job, begin=kept)
+        self._told, self._ending.outcomes = [], {}
+        self._close_logs()
+        return True
 
     def change(self, change: Change) -> None:
         self._order(lambda: self._change(change))
@@ -190,15 +218,18 @@ class SimulatedRun(Launched):
 
     def _let_happen(self, world: World) -> None:
         told_s = time.monotonic()
-        while not world.over and not self._killed:
-            if self._allowed < math.inf or self._orders:
-                self._wait_for_turn()
-            elif not self.events % 256 and time.monotonic() - told_s > FLUSH_S:
-                self._flush()
-                told_s = time.monotonic()
-            if not self._killed:
-                world.step()
-                self.events += 1
+        try:
+            while not world.over and not self._killed:
+                if self._allowed < math.inf or self._orders:
+                    self._wait_for_turn()
+                elif not self.events % 256 and time.monotonic() - told_s > FLUSH_S:
+                    self._flush()
+                    told_s = time.monotonic()
+                if not self._killed:
+                    world.step()
+                    self.events += 1
+        finally:
+            self._flush()
 
     def _program(self, me: Peer, node: SimulatedFabric) -> None:
         self._ending.outcomes[me] = outcome_of(self._strategy, node, self._job, lambda part: self._sink.part(me, part))

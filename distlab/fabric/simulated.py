@@ -38,10 +38,11 @@ class World:
     Args:
         events: where its processes record theirs.
         hollow: compute nothing, so that only time and bytes are simulated.
+        began_s: what its clock says first.
     """
 
-    def __init__(self, events: Buffer, *, hollow: bool = False) -> None:
-        self.env, self.events, self.hollow = simpy.Environment(), events, hollow
+    def __init__(self, events: Buffer, *, hollow: bool = False, began_s: float = 0.0) -> None:
+        self.env, self.events, self.hollow = simpy.Environment(began_s), events, hollow
         self.main = greenlet.getcurrent()
         self.nodes: dict[Peer, SimulatedFabric] = {}
         self.nics: dict[Peer, Nic] = {}

@@ -8,8 +8,8 @@ balance in every run; if they did not, somebody would have trained on a gradient
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,6 +88,8 @@ def ledger(trace: Trace) -> Ledger:
     >>> ledger(Trace(rows))
     Ledger(2 gradients: 1 applied, 1 unused)
     """
+    if len(trace.select("restore")):
+        return bound([(ledger(part), last) for part, last in trace.stretches])
     computed = unique(np.concatenate([trace.select("compute"), trace.select("cancel")]))
     deaths = trace.select("death")
     holders, computers = [[ROLES.index(r) for r in part] for part in (("server", "client"), ("worker", "replica"))]
@@ -110,6 +112,16 @@ def ledger(trace: Trace) -> Ledger:
             problems.append(f"worker {worker}'s gradient of step {step} held {samples} samples, then {said}")
         entries.append(Entry(worker, step, max(samples, said), fate, version, batch if batch >= 0 else step))
     return Ledger(tuple(entries), tuple(problems))
+
+
+def bound(books: Sequence[tuple[Ledger, float]]) -> Ledger:
+    """One ledger of those of a run's stretches. What was made after the checkpoint at which the next begins is lost."""
+    entries: list[Entry] = []
+    for book, last in books:
+        void = [e.fate in ("applied", "split", "unused") and not 0 <= e.version <= last for e in book.entries]
+        lost = [replace(e, fate="lost", version=-1) if gone else e for e, gone in zip(book.entries, void, strict=True)]
+        entries += book.entries if book is books[-1][0] else lost
+    return Ledger(tuple(entries), tuple(problem for book, _ in books for problem in book.problems))
 
 
 def is_gap(key: tuple[int, int], computed: Iterable[tuple[int, int]], begins: dict[int, list[int]]) -> bool:

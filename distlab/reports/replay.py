@@ -103,12 +103,13 @@ def replay(
         num_workers: how many the stream of samples was dealt to.
         lr: another learning rate, for the same arrivals.
         without_worker: leave this worker's gradients out; the others arrive as they did.
-        begin: the checkpoint that the run went on from, if it did.
+        begin: the checkpoint that the run went on from, or went back to last.
 
     Raises:
         ValueError: the trace holds no update, `without_worker` is not on it, or a gradient was read at a version
             that is not.
     """
+    trace, _ = trace.stretches[-1]  # what was made before the checkpoint, that has
     lines = tape(trace)
     if not lines:
         raise ValueError("this trace holds no update: there is nothing to replay")

@@ -29,7 +29,7 @@ class AsyncPS(ParameterServerStrategy):
     Assumes: that old gradients still help. N equal workers settle at staleness N - 1.
     If a worker dies: the others go on; its last gradient may be lost with it.
     If the chief dies: the same, once the first parameters are with the server.
-    If a server dies: the run ends with an error that names it.
+    If a server dies: the run goes back to the last checkpoint; where there is none, it ends, naming the server.
 
     Args:
         locking: "none" is hogwild (Niu et al. 2011): the server's threads apply at the same time, and single

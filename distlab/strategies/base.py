@@ -148,6 +148,10 @@ class Strategy(Options, ABC):
         """Does the run go on without this process?"""
         return self.shrinks
 
+    def comes_back(self, peer: Peer) -> bool:
+        """If this process is lost, and there is a checkpoint, does the run go back to that?"""
+        return peer.role in ("server", "client") and not self.unsaved
+
     @property
     def name(self) -> str:
         """``async-ps`` for `AsyncPS`: the word of the command line."""

@@ -33,7 +33,8 @@ class InGraph(Strategy):
         batch, modules that are placed nowhere, gathering and the loss are the client's. Buffers (BatchNorm) move where
         their modules run; what the client evaluates on the way knows nothing of those on devices.
     If a replica dies: the run ends with an error that names it.
-    If the client dies: the run is over; it was the only one that knew what to do next.
+    If the client dies: the run goes back to the last checkpoint; where there is none, it is over, since the client was
+        the only one that knew what to do next.
 
     Args:
         place: module name -> device, from 0: cut the model over so many of the workers, such as

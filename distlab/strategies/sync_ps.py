@@ -26,7 +26,7 @@ class SyncPS(ParameterServerStrategy):
         times as large. Otherwise it is the mean of N different gradients all the same.
     If a worker dies: with a spare left, the others go on; else `on_too_few` says what happens.
     If the chief dies: the same, once the first parameters are with the server.
-    If a server dies: the run ends with an error that names it.
+    If a server dies: the run goes back to the last checkpoint; where there is none, it ends, naming the server.
 
     Args:
         num_backup_workers: b: the server waits for `num_workers` - b of them (Chen et al. 2016).
