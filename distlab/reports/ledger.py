@@ -88,12 +88,16 @@ def ledger(trace: Trace) -> Ledger:
     >>> ledger(Trace(rows))
     Ledger(2 gradients: 1 applied, 1 unused)
     """
-    if len(trace.select("restore")):
-        return bound([(ledger(part), last) for part, last in trace.stretches])
+    *before, (newest, _) = trace.stretches
+    return bound([*((book(part, all_killed=True), last) for part, last in before), (book(newest), math.inf)])
+
+
+def book(trace: Trace, *, all_killed: bool = False) -> Ledger:
+    """The ledger of one stretch. `all_killed`: at its end, without a word."""
     computed = unique(np.concatenate([trace.select("compute"), trace.select("cancel")]))
     deaths = trace.select("death")
     holders, computers = [[ROLES.index(r) for r in part] for part in (("server", "client"), ("worker", "replica"))]
-    dead = set(deaths["worker"][np.isin(deaths["role"], computers)].tolist())
+    dead = set((trace.rows if all_killed else deaths[np.isin(deaths["role"], computers)])["worker"].tolist())
     all_lost = bool(np.isin(deaths["role"], holders).any())  # a gradient may be lost with who was to apply it
     fates, problems = outcomes(trace)
     latest = dict(sorted(computed.keys()))  # in order, so that each worker's last step is the one that stays
@@ -117,11 +121,11 @@ def ledger(trace: Trace) -> Ledger:
 def bound(books: Sequence[tuple[Ledger, float]]) -> Ledger:
     """One ledger of those of a run's stretches. What was made after the checkpoint at which the next begins is lost."""
     entries: list[Entry] = []
-    for book, last in books:
-        void = [e.fate in ("applied", "split", "unused") and not 0 <= e.version <= last for e in book.entries]
-        lost = [replace(e, fate="lost", version=-1) if gone else e for e, gone in zip(book.entries, void, strict=True)]
-        entries += book.entries if book is books[-1][0] else lost
-    return Ledger(tuple(entries), tuple(problem for book, _ in books for problem in book.problems))
+    for said, last in books:
+        void = [e.fate in ("applied", "split", "unused") and not 0 <= e.version <= last for e in said.entries]
+        lost = [replace(e, fate="lost", version=-1) if gone else e for e, gone in zip(said.entries, void, strict=True)]
+        entries += said.entries if said is books[-1][0] else lost
+    return Ledger(tuple(entries), tuple(problem for said, _ in books for problem in said.problems))
 
 
 def is_gap(key: tuple[int, int], computed: Iterable[tuple[int, int]], begins: dict[int, list[int]]) -> bool:
