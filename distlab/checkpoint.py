@@ -27,7 +27,7 @@ from distlab.task import Task, model_of
 
 FORMAT = 1
 KEPT = 5  # checkpoints of a folder; older ones are removed
-WORDS, TENSORS, PREFIX = "checkpoint.json", "tensors.safetensors", "version-"
+WORDS, TENSORS, PREFIX, MAKING = "checkpoint.json", "tensors.safetensors", "version-", ".making-"
 FACTS = ("names", "shapes", "dtype", "optimizer", "num_samples", "seed", "strategy")
 
 
@@ -147,7 +147,7 @@ def write(checkpoint: Checkpoint, folder: Path) -> Path:
     words["vectors"] = sorted(checkpoint.common["vectors"])
     data = save({name: tensor.contiguous().clone() for name, tensor in tensors.items()})
     target = folder / f"{PREFIX}{checkpoint.version:08}"
-    made = Path(tempfile.mkdtemp(prefix=".", dir=folder))
+    made = Path(tempfile.mkdtemp(prefix=MAKING, dir=folder))
     for name, content in ((TENSORS, data), (WORDS, sealed(words | {"tensors": digest(data)}).encode())):
         with open(made / name, "wb") as file:
             file.write(content)

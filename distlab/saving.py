@@ -7,6 +7,7 @@ gradient that had been sent by then and was not in the version is computed again
 
 import os
 import queue
+import shutil
 import tempfile
 import threading
 from collections import defaultdict
@@ -18,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from distlab.checkpoint import (
+    MAKING,
     Checkpoint,
     checkpoints,
     facts_of,
@@ -172,6 +174,8 @@ def check_folder(folder: Any, begin: Checkpoint | None) -> str:
             pass
     except OSError as error:
         raise OSError(f"checkpoint_dir={str(folder)!r} cannot be written to: {error}") from error
+    for half in path.glob(f"{MAKING}*"):  # of a run that was cut off
+        shutil.rmtree(half, ignore_errors=True)
     there = checkpoints(path)
     if there and (begin is None or Path(begin.path).resolve().parent != path):
         raise ValueError(

@@ -201,6 +201,20 @@ def test_no_gradient_is_lost_or_doubled_where_workers_are_at_different_places(st
         assert used == list(range(len(used)))
 
 
+@pytest.mark.parametrize("strategy", [dl.AsyncPS(), dl.AsyncPS(locking="server"), dl.AsyncPS(num_servers=2)], ids=repr)
+def test_real_workers_compute_every_batch_once(strategy, three, tmp_path):
+    counts = [9, 12, 7]
+    told = {"num_batches": counts, "progress": False}
+    for number in range(4):
+        folder = tmp_path / str(number)
+        first = dl.train(task_of(), strategy, three, **told, checkpoint_dir=folder, checkpoint_every=4)
+        oldest = dl.load_checkpoint(checkpoints(folder)[0])
+        before = batches_in(first, up_to=oldest.version)
+        after = batches_in(dl.train(task_of(), strategy, three, **told, resume=oldest.path))
+        assert not before & after
+        assert before | after == {(worker, batch) for worker in range(3) for batch in range(counts[worker])}
+
+
 def test_others_in_number_share_what_is_left_of_the_data(tmp_path):
     """Three workers have used 7 rounds of 3 batches: two begin with their tenth, of the samples from 80 on."""
     train(dl.SyncPS(num_servers=2), dl.SimulatedCluster(3), tmp_path)
@@ -452,10 +466,12 @@ def test_missing_file_and_the_last_good_one_are_named(good, tmp_path):
 
 def test_half_written_checkpoint_is_none(good, tmp_path):
     """What was being written when the power went has another name."""
-    shutil.copytree(good, tmp_path / ".tmp-half")
+    shutil.copytree(good, tmp_path / f"{file.MAKING}half")
     assert dl.latest_checkpoint(tmp_path) is None
     with pytest.raises(FileNotFoundError, match="there is no checkpoint in"):
         dl.load_checkpoint(tmp_path)
+    train(dl.SyncPS(), dl.SimulatedCluster(2), tmp_path, num_updates=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["version-00000001"]
 
 
 @pytest.mark.usefixtures("no_process_starts")

@@ -56,7 +56,7 @@ class Server:
         self.memory: dict[str, Any] = {}
         self.distinct = False  # may no worker have two gradients in one update?
         self.broadcasts = False  # is a new version sent to everybody, asked or not?
-        self.ready, self._begun = False, self.version
+        self.ready, self._begun, self.updater.settle = False, self.version, self._settle
         self._settled = [-1] * self.num_workers  # the newest step of each worker of which it is known what became
         if (begin := fabric.saver.begin) is not None:
             self.ready, size = True, task.batch_size
@@ -95,7 +95,6 @@ class Server:
         if not begins:
             self.record("unused", *gradients)
             return
-        self._settle(*gradients)
         with self.guard():
             made = self.updater.apply(*gradients, lane=gradients[-1].worker)
         if made == self.num_updates:

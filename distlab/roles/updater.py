@@ -7,7 +7,7 @@ memory, with its own ``.grad``, and an optimizer of its own whose state dicts ar
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -214,6 +214,7 @@ class Updater:
 
     Attributes:
         version: how many updates have been applied.
+        settle: called with the gradients of each, together with the count.
     """
 
     def __init__(
@@ -224,6 +225,7 @@ class Updater:
         self._fabric, self._task, self._by_tensor = fabric, task, by_tensor
         self._first = Lane(task, flat, None, by_tensor=by_tensor)
         self._lanes, self._begun = {-1: self._first}, False
+        self.settle: Callable[..., None] = lambda *gradients: None
         if common:
             fabric.saver.common(flat.ranges, self.state, self.restore)
 
@@ -241,11 +243,12 @@ class Updater:
         `mean` is for who has it already (after an all-reduce); then `gradients` only says what was in it.
         """
         done = self.step(*gradients, lane=lane, mean=mean)
-        with self._fabric.lock("version"):
+        with self._fabric.lock("version"):  # a checkpoint knows of all that is in its version, and of nothing else
             self.version += 1
             version = self.version
-        self.record(done, version, *gradients)
-        self._fabric.saver.reached(version)
+            self.settle(*gradients)
+            self.record(done, version, *gradients)
+            self._fabric.saver.reached(version)
         return version
 
     def state(self) -> dict[str, Any]:
