@@ -313,6 +313,9 @@ class Player:
     def _gradient(self, worker: int, step: int) -> tuple[Tensor, float]:
         """A worker's gradient (size + tail,) of `step` and its loss. All of its earlier ones are computed before: each
         draws random numbers and moves buffers."""
+        for first in [first for first in self.begins[worker] if first <= step]:  # what came of a life before is known
+            while self.ahead[worker] and self.ahead[worker][0] < first:
+                self.ahead[worker].popleft()
         while (worker, step) not in self.done:
             assert self.ahead.get(worker), f"worker {worker}'s gradient of step {step} was never computed"
             self._next(worker)

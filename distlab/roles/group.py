@@ -59,6 +59,9 @@ class Group:
         self._keeps = keeps
         self._begun = False  # is there a version?
         self._given: deque[tuple[float, Gradient, int, dict[Peer, int]]] = deque()  # when, what, its batch, its steps
+        self._dropped: deque[tuple[float, Peer, dict[str, Any]]] = (
+            deque()
+        )  # when, whose, what, as an exchange broke off
         self._steps: dict[Peer, int | None] = {}  # of each rank, in a new group; None: it begins after the highest
         self._highest = 0
         self._era, self._peers, self._links = -1, list[Peer](), list[Link]()
@@ -141,10 +144,11 @@ class Group:
     def _catch_up(self, before: Sequence[Peer], waiting: int) -> bool:
         """Let all hold the state of who is furthest; was this rank not as far? `before`: who was in the group."""
         worker, mine = self._worker, self._holder.version if self._begun else -1
-        told = all_gather(self.ranks, [torch.tensor([mine, worker.step, worker.ended, *self._size])])
-        versions, steps, ended, *sizes = zip(*(values.tolist() for (values,) in told), strict=True)
+        told = all_gather(self.ranks, [torch.tensor([mine, worker.step, worker.ended, waiting, *self._size])])
+        versions, steps, ended, waits, *sizes = zip(*(values.tolist() for (values,) in told), strict=True)
         self._check_sizes(list(zip(*sizes, strict=True)))
-        newest = max(versions)
+        newest, now = max(versions), dict(zip(self._peers, versions, strict=True))
+        self._speak_for([peer for peer in before if now.get(peer, -1) < 0])  # all do: any may be the next to die
         if newest < 0:
             self._check_anew()
             broadcast(self.ranks, worker.flat.params)  # the chief's, so that all begin alike
@@ -152,9 +156,11 @@ class Group:
             self._take(versions.index(newest))
         elif versions.index(newest) == self.ranks.rank:
             self._give([rank for rank, version in enumerate(versions) if version < newest], waiting)
+        if not self._keeps:
+            here = zip(self._peers, versions, steps, waits, strict=True)
+            held = [(peer, step, count) for peer, version, step, count in here if version == newest]
+            self._remember_drops(held, newest, worker.next - waiting * (mine == newest))
         self.over = any(ended)
-        now = dict(zip(self._peers, versions, strict=True))
-        self._speak_for([peer for peer in before if now.get(peer, -1) < 0])  # all do: any may be the next to die
         worker.ended |= self.over and mine < 0
         self._begun, self._highest = True, max(steps)
         if self._keeps and newest >= 0:
@@ -207,9 +213,26 @@ class Group:
         if not self._begun:
             self._worker.next = state["next"]
 
+    def _remember_drops(self, held: Sequence[tuple[Peer, int, int]], version: int, batch: int) -> None:
+        """The exchange was broken off: those of `held` (who, at which step, how many gradients) drop what they have. The
+        first of their batches, which come again, is `batch`."""
+        now, samples = self._fabric.now(), self._worker.stream.batch_size
+        for peer, step, count in held:
+            for i in range(count):
+                facts = {"worker": peer.index, "step": step - count + 1 + i, "batch": batch + i, "samples": samples}
+                self._dropped.append((now, peer, {"read": version, "version": version, **facts}))
+        while self._dropped and self._dropped[0][0] < now - UNHEARD_S:
+            self._dropped.popleft()
+
     def _speak_for(self, lost: Sequence[Peer]) -> None:
-        """Say what those gave last, who may have died before they could."""
+        """Say what those gave last, who may have died before they could; and let it be out of the house before anybody
+        builds on it."""
         for at_s, g, batch, further in self._given if lost else ():
             for peer in [peer for peer in lost if peer in further]:
                 theirs = {"worker": peer.index, "step": g.step + further[peer], "loss": math.nan}
                 self._fabric.record("apply", at_s, at_s, version=g.read + 1, batch=batch, **(g.facts | theirs))
+        for at_s, peer, facts in self._dropped:
+            if peer in lost:
+                self._fabric.record("drop", at_s, at_s, **facts)
+        if lost:
+            self._fabric.hand_over()
