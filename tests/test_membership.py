@@ -5,8 +5,10 @@ replay of the trace ends at them, however the group has changed on the way.
 """
 
 import os
+import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 from toys import countdown, failure, regression, train, until
@@ -14,6 +16,8 @@ from toys import countdown, failure, regression, train, until
 import distlab as dl
 from distlab.errors import Deadlock
 from distlab.fabric.membership import Membership, Peer
+from distlab.reports import ledger, replay
+from distlab.trace import KINDS
 
 WORKERS = [Peer("worker", i) for i in range(4)]
 NESTEROV = lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)  # noqa: E731
@@ -430,3 +434,50 @@ def test_run_that_was_asked_to_stop_does_not_wait_for_ever():
 def test_failure_timeout_is_checked():
     with pytest.raises(ValueError, match="failure_timeout_s must be positive and finite, got 0"):
         dl.LocalCluster(num_workers=2, failure_timeout_s=0)
+
+
+# What a killed process takes with it
+
+
+def dropout() -> dl.Task:
+    """A replay that misses a gradient, used or not, draws other numbers from then on."""
+    layers = lambda: torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)).double()  # noqa: E731
+    return regression(model=layers)
+
+
+def without_last_words(run: dl.Run, seconds: float) -> dl.Trace:
+    """The trace as it would be of real processes, which hand over what they recorded only now and then."""
+    rows = run.trace.rows
+    for death in run.trace.select("death"):
+        own = (rows["role"] == death["role"]) & (rows["index"] == death["index"])
+        late = (rows["end_s"] > death["end_s"] - seconds) & (rows["end_s"] <= death["end_s"])
+        rows = rows[~(own & late) | np.isin(rows["kind"], [KINDS.index("death"), KINDS.index("revive")])]
+    return dl.Trace(rows)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("strategy", [dl.AllReduce(), dl.AllReduce(accumulate=2), dl.LocalSGD(every=3)], ids=repr)
+def test_ranks_speak_for_each_other_though_more_than_one_dies(strategy, seed):
+    draw = random.Random(seed)
+    at_s = draw.uniform(0.5, 1.5)
+    cluster = dl.SimulatedCluster(4, seed=seed).kill(worker=2, at_s=at_s)
+    cluster = cluster.kill(worker=1, at_s=at_s + draw.uniform(0.0, 0.35))
+    run = train(dropout(), strategy, cluster, 24)
+    heard = without_last_words(run, 0.3)
+    assert ledger(heard).balances
+    assert replay(heard, run.task, strategy, num_workers=4).params.equal(run.params)
+
+
+@pytest.mark.parametrize("seed", [11, 13, 14, 29])
+@pytest.mark.parametrize("strategy", [dl.AsyncPS(locking="server"), dl.AllReduce(), dl.LocalSGD(every=4)], ids=repr)
+def test_lives_that_come_and_go_are_told_apart(strategy, seed):
+    """A gradient that was lost on its way to the server is not the next life's first."""
+    draw, network = random.Random(seed), dl.Network(latency_s=1e-3)
+    cluster = dl.SimulatedCluster(3, compute=dl.laws.Gamma(mean_s=0.004), network=network, seed=seed)
+    at_s = draw.uniform(0.05, 0.9) * 0.6
+    for _ in range(20):
+        at_s += draw.expovariate(20 / 0.6)
+        cluster = draw.choice([cluster.kill, cluster.revive, cluster.revive])(worker=draw.randrange(3), at_s=at_s)
+    run = train(dropout(), strategy, cluster, 150 * (3 if isinstance(strategy, dl.AsyncPS) else 1))
+    assert run.ledger.balances
+    assert run.replay().params.equal(run.params)

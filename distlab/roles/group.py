@@ -214,8 +214,8 @@ class Group:
             self._worker.next = state["next"]
 
     def _remember_drops(self, held: Sequence[tuple[Peer, int, int]], version: int, batch: int) -> None:
-        """The exchange was broken off: those of `held` (who, at which step, how many gradients) drop what they have. The
-        first of their batches, which come again, is `batch`."""
+        """The exchange was broken off: those of `held` (who, at which step, how many gradients) drop what they have.
+        `batch`: the first of those that come again."""
         now, samples = self._fabric.now(), self._worker.stream.batch_size
         for peer, step, count in held:
             for i in range(count):
