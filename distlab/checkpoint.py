@@ -153,11 +153,8 @@ def write(checkpoint: Checkpoint, folder: Path) -> Path:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    if target.exists():  # of a run that had come further before
-        target.rename(made / "before")
     made.rename(target)
     sync(folder)
-    shutil.rmtree(target / "before", ignore_errors=True)
     for old in checkpoints(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return target

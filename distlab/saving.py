@@ -21,7 +21,6 @@ from torch import Tensor
 from distlab.checkpoint import (
     MAKING,
     Checkpoint,
-    checkpoints,
     facts_of,
     latest_checkpoint,
     layout_of,
@@ -44,16 +43,20 @@ class Collector:
         folder: for the checkpoints.
         facts: what they say of their run.
         peers: all processes of the run.
+        begin: what it goes on from.
         say: called with a line that the reader should see.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], peers: Iterable[Peer], say: Callable[[str], None]) -> None:
-        self._folder, self._facts, self._say = folder, facts, say
+    def __init__(
+        self, folder: Path, facts: dict[str, Any], peers: Iterable[Peer], begin: Checkpoint | None,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._folder, self._facts, self._begin, self._say = folder, facts, begin, say
         self._size, self._all = layout_of(facts).size, {str(peer) for peer in peers}
         self._live = set(self._all)
         self._given: dict[str, list[dict[str, Any]]] = defaultdict(list)  # that may still be of use, in order
         self._last: dict[str, dict[str, Any]] = {}  # what each process had for itself in the last checkpoint
-        self._written = -1
+        self._written = -1 if begin is None else begin.version
         self._news: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._collect, name="distlab-checkpoints", daemon=True)
         self._thread.start()
@@ -73,7 +76,7 @@ class Collector:
         self._news.put(("", done))
         done.wait()
         path = latest_checkpoint(self._folder)
-        return None if path is None else load_checkpoint(path)
+        return self._begin if path is None else load_checkpoint(path)
 
     def close(self) -> None:
         """Write what can be written, and end; harmless when it has ended."""
@@ -115,10 +118,9 @@ class Collector:
 
 def settled(own: Mapping[str, Any]) -> dict[str, Any]:
     """What each process had for itself; a worker is to go on after the last of its gradients that server 0 knew of."""
-    if "server 0" not in own:
-        return dict(own)
-    dealt = next(kept["place"] for kept in own.values() if "place" in kept)
-    made = dict(own)
+    made, dealt = dict(own), next((kept["place"] for kept in own.values() if "place" in kept), None)
+    if "server 0" not in own or dealt is None:
+        return made
     for index, step in enumerate(own["server 0"]["server"]["settled"]):
         kept = own.get(f"worker {index}", {})  # none of one that has died before it could say anything
         place = kept.get("place", {**dealt, "index": index, "step": 0, "position": 0})
@@ -176,11 +178,11 @@ def check_folder(folder: Any, begin: Checkpoint | None) -> str:
         raise OSError(f"checkpoint_dir={str(folder)!r} cannot be written to: {error}") from error
     for half in path.glob(f"{MAKING}*"):  # of a run that was cut off
         shutil.rmtree(half, ignore_errors=True)
-    there = checkpoints(path)
-    if there and (begin is None or Path(begin.path).resolve().parent != path):
+    newest = latest_checkpoint(path)
+    if newest is not None and (begin is None or Path(begin.path).resolve() != newest):
         raise ValueError(
-            f"checkpoint_dir={str(folder)!r} holds the checkpoints of another run, the newest {there[-1].name}: go on "
-            f"from it with resume={str(there[-1])!r}, or take a new folder"
+            f"checkpoint_dir={str(folder)!r} holds what this run does not go on from, the newest {newest.name}: say "
+            f"resume={str(newest)!r}, or take a new folder"
         )
     return str(path)
 
@@ -192,4 +194,4 @@ def collector(job: Job, strategy: Strategy, num_workers: int, say: Callable[[str
     counts = strategy.layout(num_workers).counts
     peers = [Peer(role, index) for role, count in counts.items() for index in range(count)]
     facts = facts_of(job.task, repr(strategy), strategy.optimizer(job.task))
-    return Collector(Path(job.checkpoint_dir), facts, peers, say)
+    return Collector(Path(job.checkpoint_dir), facts, peers, job.begin, say)

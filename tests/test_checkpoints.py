@@ -314,6 +314,22 @@ def test_so_do_real_processes(strategy, num_workers, who, tmp_path, capsys):
     assert "killed by SIGKILL; all begin anew at the checkpoint of version " in capsys.readouterr().out
 
 
+def test_run_goes_back_to_where_it_went_on_from_if_there_is_nothing_newer(tmp_path):
+    train(dl.SyncPS(), dl.SimulatedCluster(2), tmp_path / "a")
+    cluster = dl.SimulatedCluster(2).kill(server=0, at_s=0.35)
+    run = train(dl.SyncPS(), cluster, tmp_path / "b", resume=tmp_path / "a", num_updates=40, every=100)
+    assert [row.version for row in run.trace.where("restore")] == [20]
+    assert run.params.equal(train(dl.SyncPS(), dl.SimulatedCluster(2), num_updates=40).params)
+
+
+def test_chief_evaluates_on_when_the_run_has_gone_back(tmp_path):
+    task, cluster = task_of().but(validation=task_of().train), dl.SimulatedCluster(2).kill(server=0, at_s=1.5)
+    told = {"checkpoint_dir": tmp_path, "checkpoint_every": 5, "evaluate_every": 5, "progress": False}
+    run = dl.train(task, dl.SyncPS(), cluster, num_updates=20, **told)
+    assert run.evaluations["version"].tolist() == [0, 5, 10, 10, 15, 20]
+    assert run.evaluations["loss"].nunique() == 5
+
+
 def test_second_death_goes_back_again(tmp_path):
     cluster = dl.SimulatedCluster(2).kill(server=0, at_s=1.5).kill(server=0, at_s=2.5)
     run = train(dl.SyncPS(), cluster, tmp_path, num_updates=40)
@@ -364,13 +380,6 @@ def test_five_newest_are_kept(tmp_path):
     train(dl.SingleWorker(), dl.SimulatedCluster(1), tmp_path, every=2)
     assert [path.name[-2:] for path in checkpoints(tmp_path)] == ["12", "14", "16", "18", "20"]
     assert len(list(tmp_path.iterdir())) == 5
-
-
-def test_run_that_goes_back_replaces_what_it_does_again(tmp_path):
-    train(dl.SingleWorker(), dl.SimulatedCluster(1), tmp_path)
-    again = train(dl.SingleWorker(), dl.SimulatedCluster(1), tmp_path, resume=tmp_path / "version-00000007")
-    assert len(list(tmp_path.iterdir())) == 3
-    assert dl.load_checkpoint(tmp_path).params.equal(again.params)
 
 
 def test_folder_that_vanishes_is_said_and_training_goes_on(two, tmp_path, capsys):
@@ -505,8 +514,9 @@ def test_what_cannot_be_is_said_before_any_process_starts(good, two, monkeypatch
 
 @pytest.mark.usefixtures("no_process_starts")
 def test_checkpoints_of_another_run_are_not_written_over(good, two):
-    with pytest.raises(ValueError, match=r"holds the checkpoints of another run, the newest version-00000020: go on"):
-        dl.start(task_of(), dl.SyncPS(), two, num_updates=20, checkpoint_dir=good.parent)
+    for resume in (None, good):
+        with pytest.raises(ValueError, match="does not go on from, the newest version-00000020: say"):
+            dl.start(task_of(), dl.SyncPS(), two, num_updates=20, checkpoint_dir=good.parent, resume=resume)
     with pytest.raises(ValueError, match="there are no checkpoints of WorkerApplies"):
         dl.start(task_of(), dl.WorkerApplies(), two, num_updates=20, checkpoint_dir="new")
 
