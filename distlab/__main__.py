@@ -100,27 +100,29 @@ def main() -> None:
 @click.option("--num-updates", default=400, show_default=True, help="Versions to make.")
 @click.option("--evaluate-every", type=int, help="Evaluate on the way, once each so many versions.")
 @click.option("--log-dir", type=click.Path(path_type=Path), help="Folder to write TensorBoard files to.")
+@click.option("--checkpoint-dir", type=click.Path(path_type=Path), help="Folder for checkpoints.")
+@click.option("--checkpoint-every", type=int, help="Make one each so many versions, and at the end.")
+@click.option("--resume", type=click.Path(path_type=Path), help="Go on from a checkpoint, or the newest in a folder.")
 @click.option("--save", type=click.Path(path_type=Path), callback=writable, help="Folder to write the run to.")
 def train(
     task: str,
     num_workers: int,
     strategy: str,
     num_updates: int,
-    evaluate_every: int | None,
-    log_dir: Path | None,
     save: Path | None,
     compute_time_s: float,
     **rest: Any,
 ) -> None:
     """Train one task under one strategy, and say who applied the updates."""
     cluster = dl.LocalCluster(num_workers, compute_time_s=compute_time_s)
-    looks: dict[str, Any] = {"evaluate_every": evaluate_every, "log_dir": log_dir, "progress": watched()}
+    asked = ("evaluate_every", "log_dir", "checkpoint_dir", "checkpoint_every", "resume")
+    looks: dict[str, Any] = {name: rest.pop(name) for name in asked} | {"progress": watched()}
     run = dl.train(READY[task](**rest), STRATEGIES[strategy](), cluster, num_updates=num_updates, **looks)
     click.echo(f"{run.strategy} on {run.cluster}")
     for event in list(run.trace.where("apply"))[-3:]:
         click.echo(f"  {event}")
     click.echo(f"The updates were applied by {said(run.who_applied)}.")
-    if evaluate_every is not None:
+    if looks["evaluate_every"] is not None:
         click.echo(run.evaluations.to_string(index=False))
     click.echo(plots.table([row(run)]))
     if save is not None:

@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 from toys import DEADLINE_S, nesterov, regression, until
 
 import distlab as dl
 from distlab import checkpoint as file
+from distlab.__main__ import main
 from distlab.checkpoint import Checkpoint, checkpoints, sealed, write
 from distlab.data import Stream
 from distlab.packing import apart, together
@@ -534,3 +536,11 @@ def test_position_is_that_of_the_stream(good):
     kept = dl.load_checkpoint(good).own["worker 1"]["place"]
     stream = Stream(task_of().train, batch_size=4, index=1, num_workers=2)
     assert (kept["position"], stream.indices(kept["position"]).tolist()) == (14, stream.indices(14).tolist())
+
+
+def test_command_line_goes_on(tmp_path):
+    words = ["train", "--num-workers", "2", "--strategy", "sync-ps", "--checkpoint-every", "4"]
+    for more in (["--num-updates", "6"], ["--num-updates", "9", "--resume", str(tmp_path)]):
+        done = CliRunner().invoke(main, [*words, "--checkpoint-dir", str(tmp_path), *more])
+        assert done.exit_code == 0, done.output
+    assert [path.name[-1:] for path in checkpoints(tmp_path)] == ["4", "6", "8", "9"]
