@@ -97,6 +97,7 @@ def test_real_processes_go_on_from_a_checkpoint_too(strategy, num_workers, clust
     assert all(resumed.local[name].equal(whole.local[name]) for name in whole.local)
     loaded = dl.load_checkpoint(tmp_path, task)
     assert loaded.evaluate(task.train) == whole.evaluate(task.train)
+    assert (loaded.version, loaded.params.equal(whole.params)) == (END, True)
     for held in whole.replicas.values():
         assert held.equal(loaded.params)
 
@@ -330,6 +331,29 @@ def test_chief_evaluates_on_when_the_run_has_gone_back(tmp_path):
     run = dl.train(task, dl.SyncPS(), cluster, num_updates=20, **told)
     assert run.evaluations["version"].tolist() == [0, 5, 10, 10, 15, 20]
     assert run.evaluations["loss"].nunique() == 5
+
+
+def test_run_that_is_to_stop_stops_though_it_goes_back(two, tmp_path):
+    told = {"num_updates": 10**6, "checkpoint_dir": tmp_path, "checkpoint_every": EVERY}
+    live = dl.start(task_of(), dl.SyncPS(), two, **told)
+    until(lambda: dl.latest_checkpoint(tmp_path) is not None)
+    server = live.launched.pids["server 0"]
+    os.kill(server, signal.SIGSTOP)  # so that it does not hear it
+    live.stop()
+    os.kill(server, signal.SIGKILL)
+    run = live.wait()
+    assert run.version == run.trace.select("restore")["version"].max()
+
+
+def test_kill_ends_a_run_that_is_going_back(two, tmp_path):
+    live = dl.start(task_of(), dl.SyncPS(), two, num_updates=10**6, checkpoint_dir=tmp_path, checkpoint_every=EVERY)
+    for _ in range(5):
+        before = dl.latest_checkpoint(tmp_path)
+        until(lambda before=before: dl.latest_checkpoint(tmp_path) != before)
+        live.kill(server=0)
+    live.kill()
+    with pytest.raises(dl.ProcessLost, match=r"the run was ended by LiveRun.kill\(\)"):
+        live.wait()
 
 
 def test_second_death_goes_back_again(tmp_path):

@@ -124,7 +124,7 @@ class Processes(Launched):
         self._job, self._strategy, self._cluster, self._sink = job, strategy, cluster, sink
         self._payload = process.pack(strategy, job)
         self._ending, self._failures = Ending(), list[tuple[Member, BaseException]]()
-        self._over, self._killed = threading.Event(), ""
+        self._over, self._killed, self._stopping = threading.Event(), "", False
         self._missed: list[BaseException] = []  # deaths that the strategy survives
         self._told: list[tuple[str, Peer]] = []  # changes of the membership, in the order in which all hear of them
         self._folder = tempfile.TemporaryDirectory(prefix="distlab-")
@@ -170,6 +170,7 @@ class Processes(Launched):
         return {str(m.me): m.pid for m in self._members.values()}
 
     def stop(self) -> None:
+        self._stopping = True
         self._order("stop")
         self._end_by_s = min(self._end_by_s, time.monotonic() + self._cluster.failure_timeout_s)
 
@@ -178,9 +179,12 @@ class Processes(Launched):
 
     def kill(self, why: str = "LiveRun.kill()") -> None:
         self._killed = self._killed or why
-        for member in self._members.values():
-            member.kill()
+        self._kill_all()
         self._over.wait()
+
+    def _kill_all(self) -> None:
+        for member in list(self._members.values()):
+            member.kill()
 
     def wait(self, timeout_s: float | None = None) -> Ending | None:
         return self._ending if self._over.wait(timeout_s) else None
@@ -213,6 +217,8 @@ class Processes(Launched):
                     if is_control:
                         self._bury(member)
             self._look_for_silence()
+            if self._killed:  # and some had not begun then
+                self._kill_all()
             if self._failures and self._deadline == math.inf:
                 self._deadline = time.monotonic() + self._patience()
         if self._failures:
@@ -378,6 +384,8 @@ class Processes(Launched):
         self._folder, self._token = tempfile.TemporaryDirectory(prefix="distlab-"), secrets.randbits(63)
         self._payload = process.pack(self._strategy, replace(self._job, begin=kept))
         self._begin_all()
+        if self._stopping:
+            self.stop()
         return True
 
     def _tell(self, what: str, peer: Peer) -> None:

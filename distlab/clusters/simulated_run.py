@@ -48,7 +48,7 @@ class SimulatedRun(Launched):
         self._turn = threading.Condition()
         self._allowed: float = 0 if paused else math.inf  # events that may still happen before the next pause
         self._orders: list[Callable[[], None]] = []
-        self._killed = ""  # by whom
+        self._killed, self._stopping = "", False  # by whom; has somebody asked for an early end?
         self._told: list[tuple[str, Peer]] = []  # changes of the membership
         self._awaited: set[Peer] = set()  # those that come back as soon as they have died
         self._lives = 0  # processes that took another's place
@@ -103,7 +103,7 @@ class SimulatedRun(Launched):
 
     def _stop(self) -> None:
         assert self.world is not None
-        self._allowed = math.inf
+        self._allowed, self._stopping = math.inf, True
         for node in self.world.nodes.values():
             node.stopping = True
             node.wake()
@@ -144,6 +144,7 @@ class SimulatedRun(Launched):
         for me, node in world.nodes.items():
             if began_s:  # what has struck does not strike again
                 node.changes = [c for c in node.changes if c.from_s > began_s or c.kind not in ("kill", "revive")]
+            node.stopping = self._stopping
             node.spawn(self._program, me, node)
         for node in list(world.nodes.values()):
             for change in node.changes:
