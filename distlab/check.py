@@ -72,7 +72,7 @@ def random_case(strategy: Strategy, seed: int) -> Case:
     """A case drawn from `seed`; kills leave at least one worker."""
     draw = random.Random(seed)
     num_workers = draw.choice(sizes(strategy, (1, 2, 2, 3, 4, 5, 8)))
-    changes = [random_change(draw, num_workers) for _ in range(draw.choice((0, 0, 1, 2, 3)))]
+    changes = [random_change(draw, strategy, num_workers) for _ in range(draw.choice((0, 0, 1, 2, 3)))]
     law, network, apply_time = draw.choice(LAWS), draw.choice(NETWORKS), draw.choice(APPLIES)
     optimizer, updates = draw.choice(("sgd", "momentum", "adam")), draw.randint(1, 20)
     return Case(strategy, num_workers, updates, law, network, apply_time, tuple(changes), optimizer, seed)
@@ -88,13 +88,13 @@ def sizes(strategy: Strategy, counts: Iterable[int]) -> list[int]:
     return found
 
 
-def random_change(draw: random.Random, num_workers: int) -> Change:
+def random_change(draw: random.Random, strategy: Strategy, num_workers: int) -> Change:
     """A line of a scenario. Worker 0 is never killed before the first parameters are with the server."""
-    kind, worker, start_s = (
-        draw.choice(("slow", "throttle", "partition", "kill")),
-        draw.randrange(num_workers),
-        draw.random(),
-    )
+    kinds = ("slow", "throttle", "partition", "kill")
+    kind = draw.choice(kinds if strategy.fixed else (*kinds, "add_worker", "remove_worker"))
+    worker, start_s = draw.randrange(num_workers), draw.random()
+    if kind in ("add_worker", "remove_worker"):
+        return Change(kind, -1 if kind == "add_worker" else worker, start_s)
     if kind == "kill":
         return Change(kind, worker, start_s + 1.0)
     factor = {"slow": draw.choice((2.0, 5.0, 20.0)), "throttle": draw.choice((0.5, 0.1))}.get(kind, 1.0)
@@ -203,9 +203,10 @@ def _promises(case: Case, ended: Run) -> Iterator[str]:
     if "fresh" in case.strategy.promises and (stale := rows[rows["version"] - 1 != rows["read"]]).size:
         yield f"version {stale['version'][0]} holds a gradient read at {stale['read'][0]}"
     if "enough" in case.strategy.promises:
-        wanted = case.strategy.gradients_per_update(case.num_workers)
-        dead = len(ended.trace.select("death")) if case.strategy.shrinks else 0
-        least = case.strategy.gradients_per_update(max(1, case.num_workers - dead))
+        joined, left, dead = (len(ended.trace.select(kind)) for kind in ("join", "leave", "death"))
+        gone = left + (dead if case.strategy.shrinks else 0)
+        wanted = case.strategy.gradients_per_update(case.num_workers + joined)
+        least = min(wanted, max(1, case.strategy.gradients_per_update(max(1, case.num_workers - gone))))
         versions, counts = torch.as_tensor(rows["version"].copy()).unique(return_counts=True)
         short = versions[(counts < least) | (counts > wanted)].tolist()
         if short and not (ended.error and short == [versions.max().item()]):

@@ -104,6 +104,10 @@ class Checkpoint:
         used = sum(kept["position"] * kept["batch_size"] for kept in dealt)
         return used // (num_workers * batch_size)
 
+    def dealt(self, batch_size: int) -> int:
+        """The first place, for batches of such a size, at which nothing has been handed out, where all go in step."""
+        return max(-(-own["place"]["dealt"] // batch_size) for own in self.own.values() if "place" in own)
+
 
 def facts_of(task: Task, strategy: str, optimizer: Callable[..., Any] | None) -> dict[str, Any]:
     """What a checkpoint says of its run. `optimizer`: a factory of the one that makes the versions, if there is one."""

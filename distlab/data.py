@@ -5,15 +5,27 @@ Round k hands the next ``num_workers * batch_size`` of them out, a slice to each
 workers with batches of b see together exactly what one worker with batches of N * b sees alone. That is why a
 synchronous strategy can be compared with plain training to the last digit.
 
-No sample is left out and no batch is short: a batch may reach over the end of an epoch.
+No sample is left out and no batch is short: a batch may reach over the end of an epoch. A batch is named by its place:
+how many of its size lie before it in the stream. Where workers come and go in step, what nobody has had yet is dealt
+anew to those that are there, and so each place still comes once.
 """
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Deal(NamedTuple):
+    """From batch `since` on, a worker has every `among`-th place from `start` on, the first at `start` + `turn`."""
+
+    since: int
+    start: int
+    turn: int
+    among: int
 
 
 class Stream:
@@ -22,7 +34,7 @@ class Stream:
     Args:
         data: tensors of equal length (a tuple or a dict of them), or a map-style dataset.
         batch_size: samples a batch of this worker.
-        index, num_workers: which slice of each round.
+        index, num_workers: which slice of each round, until it is dealt anew.
         seed: of the permutations; equal on all workers.
 
     >>> stream = Stream((torch.arange(6),), batch_size=2, index=1, num_workers=3, seed=0)
@@ -39,12 +51,32 @@ class Stream:
             num_workers,
             seed,
         )
-        self.length = length_of(data)
+        self.length, self._deals = length_of(data), [Deal(0, 0, index, num_workers)]
+
+    def deal(self, *deals: Deal) -> None:
+        """From now on this worker's part is another one. The last of `deals` holds to the end."""
+        self._deals = list(deals)
+
+    def deal_of(self, step: int) -> Deal:
+        """Which deal batch number `step` is part of."""
+        return self._deals[max(bisect(self._deals, step, key=lambda deal: deal.since) - 1, 0)]
+
+    def place(self, step: int) -> int:
+        """Of batch number `step`."""
+        since, start, turn, among = self.deal_of(step)
+        return start + (step - since) * among + turn
+
+    def dealt(self, step: int) -> int:
+        """Where the round begins in which this worker has batch number `step`."""
+        return self.place(step) - self.deal_of(step).turn
 
     def indices(self, step: int) -> Tensor:
         """The indices (batch_size,) into the data set of batch number `step`."""
-        place = (step * self.num_workers + self.index) * self.batch_size
-        parts, missing = [], self.batch_size
+        return self.at(self.place(step))
+
+    def at(self, place: int) -> Tensor:
+        """The indices (batch_size,) of the batch at a place, whosever it is."""
+        place, parts, missing = place * self.batch_size, [], self.batch_size
         while missing:
             epoch, start = divmod(place, self.length)
             parts.append(permutation(self.length, self.seed, epoch)[start : start + missing])

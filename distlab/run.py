@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from distlab.reports import Blame, Ledger, Replay, Stability
 
-FORMAT = 2
+FORMAT = 3
 WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error", "judged")
 
 
@@ -150,7 +150,7 @@ class Run:
         """How often each training sample met each fate: fate -> (num_samples,)."""
         from distlab.reports import sample_counts
 
-        return sample_counts(self.ledger, self._task(), self.num_workers)
+        return sample_counts(self.ledger, self._task())
 
     def replay(self, *, lr: float | None = None, without_worker: int | None = None) -> "Replay":
         """Do the run again from its trace, one gradient after the other: unedited, the same parameters to the bit.

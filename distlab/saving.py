@@ -29,6 +29,7 @@ from distlab.checkpoint import (
     write,
 )
 from distlab.fabric import Peer
+from distlab.fabric.saver import AT_END
 from distlab.options import check_count
 from distlab.packing import unpacked
 from distlab.strategies.base import Job, Strategy
@@ -66,9 +67,10 @@ class Collector:
         self._news.put((str(who), data))
 
     def events(self, rows: np.ndarray) -> None:
-        """Hear who has died: nobody waits for its part; and who has come back."""
-        for row in rows[np.isin(rows["kind"], [KIND_CODES["death"], KIND_CODES["revive"]])]:
-            self._news.put((f"{ROLES[row['role']]} {row['index']}", bool(row["kind"] == KIND_CODES["revive"])))
+        """Hear who has died: nobody waits for its part; and who has come."""
+        kinds = [KIND_CODES[kind] for kind in ("death", "revive", "join")]
+        for row in rows[np.isin(rows["kind"], kinds)]:
+            self._news.put((f"{ROLES[row['role']]} {row['index']}", bool(row["kind"] != KIND_CODES["death"])))
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint, where all processes begin anew; None if there is none."""
@@ -93,6 +95,7 @@ class Collector:
                 what.set()
             elif isinstance(what, bool):
                 (self._live.add if what else self._live.discard)(who)
+                self._given[who] = [part for part in self._given[who] if part["number"] < AT_END]  # one that had left
             else:
                 self._given[who].append(unpacked(what))
             try:

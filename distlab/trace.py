@@ -39,6 +39,8 @@ KINDS = (
     "revive",  # a new process has taken the place of one that had died
     "chief",  # a worker: the one before it was lost, so from now on it evaluates and logs
     "regroup",  # a rank: after `version`, `worker` is one of the group; `step` counts the changes of the membership
+    "join",  # a new process is one more worker, or has taken the number of one that had left
+    "leave",  # a worker: it was asked to leave, and holds `version`
     "restore",  # this process was lost, and nobody else has what it held: all began anew at the checkpoint of `version`
 )
 ROLES = ("worker", "server", "client", "replica")
@@ -63,7 +65,7 @@ EVENT = np.dtype(
         ("bytes", "i8"),
         ("samples", "i4"),
         ("loss", "f8"),
-        ("batch", "i8"),  # for a compute: which batch of that worker's stream; -1: not said
+        ("batch", "i8"),  # of a gradient: the place of its batch in the one stream of samples; -1: none
     ]
 )
 

@@ -85,6 +85,7 @@ class LiveRun:
 
     def __init__(self, task: Task, strategy: Strategy, cluster: Cluster, job: Job, paused: bool = False) -> None:
         self._task, self._strategy, self._cluster, self._job = task, strategy, cluster, job
+        self._scenario: Any = cluster  # with what was done to the run
         self._listener, self._began = Listener(job, strategy, cluster.num_workers), time.monotonic()
         self.launched: Launched = cluster.launch(strategy, job, self._listener, paused=paused)
         self._lock, self._run = threading.Lock(), None  # type: tuple[Any, Run | None]
@@ -136,6 +137,19 @@ class LiveRun:
         """Let a new process take the place of a worker that has died, or of one that lives, as soon as it dies."""
         self._change(Scenario.revive, worker=worker, at_s=0.0)
 
+    def add_worker(self) -> None:
+        """Let one more worker join: with the lowest number that is free (of one that has left or died), or a new one.
+
+        A rank takes its parameters from another, and shares what is left of the samples with all others. A worker of a
+        parameter server goes on with the part of the one whose number it has; a new number has its part of a deal to
+        one more, so some samples come twice."""
+        self._change(Scenario.add_worker, at_s=0.0)
+
+    @options
+    def remove_worker(self, *, worker: int | None = None) -> None:
+        """Let a worker leave, by itself the one with the highest number, once its gradient is used. The last stays."""
+        self._change(Scenario.remove_worker, worker=worker, at_s=0.0)
+
     @options
     def slow(self, *, worker: int, factor: float, for_s: float = math.inf) -> None:
         """Let a worker's gradients take `factor` times as long from now on, or for a while."""
@@ -169,13 +183,14 @@ class LiveRun:
 
     def _change(self, line: Callable[..., Scenario], **words: Any) -> None:
         """One more line of the cluster's scenario, from now on: checked by the same method."""
-        if not isinstance(self._cluster, Scenario):
+        if not isinstance(self._scenario, Scenario):
             raise DistlabError(f"nothing can be done to the processes of {self._cluster!r}")
-        change = line(self._cluster, **words).changes[-1]
-        check_scenario([change], self._strategy, self._cluster.num_workers)
+        said = line(self._scenario, **words)
+        check_scenario(said.changes[-1:], self._strategy, self._cluster.num_workers)
         if self.launched.wait(0) is not None:
             raise DistlabError("the run has ended: nothing can be done to its processes any more")
-        self.launched.change(change)
+        self._scenario = said
+        self.launched.change(said.changes[-1])
 
     def resume(self) -> None:
         """Go on after `pause` or `step`."""

@@ -131,8 +131,8 @@ def test_a_worker_is_told_whether_its_gradient_was_dropped(monkeypatch, late, ne
 
 
 def batches(run: dl.Run, worker: int) -> list[int]:
-    """Which of its batches became part of an update, in order."""
-    return [e.batch for e in run.ledger.entries if e.worker == worker and e.fate == "applied"]
+    """Which of its batches became part of an update, in order: one of four workers has every fourth."""
+    return [e.batch // 4 for e in run.ledger.entries if e.worker == worker and e.fate == "applied"]
 
 
 @pytest.mark.parametrize("network", [IDEAL, SLOW_NETWORK], ids=["ideal", "slow"])

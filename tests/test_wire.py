@@ -12,7 +12,21 @@ from distlab.errors import BadMessage
 from distlab.fabric import Kind, Message, Peer, wire
 
 ME, TOKEN = Peer("worker", 2), 1234567890123456789
-FIELDS = ("magic", "kind", "role", "index", "version", "step", "samples", "sent_ns", "count", "loss", "token", "sum")
+FIELDS = (
+    "magic",
+    "kind",
+    "role",
+    "index",
+    "version",
+    "step",
+    "samples",
+    "batch",
+    "sent_ns",
+    "count",
+    "loss",
+    "token",
+    "sum",
+)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 INTEGERS = [t for t in wire.DTYPES if not (t.is_floating_point or t.is_complex or t == torch.bool)]
 
@@ -164,7 +178,7 @@ def test_random_descriptions_of_tensors_never_crash(code, ndim, dims):
 def test_random_headers_of_this_run_never_crash(kind, count, role, index, rest):
     buffer = torch.zeros(1024, dtype=torch.uint8)
     view = memoryview(buffer.numpy())
-    wire.HEADER.pack_into(view, 0, wire.MAGIC, kind, role, index, 0, 0, 0, 0, count, 0.0, TOKEN, 0)
+    wire.HEADER.pack_into(view, 0, wire.MAGIC, kind, role, index, 0, 0, 0, 0, 0, count, 0.0, TOKEN, 0)
     view[wire.HEADER.size : wire.HEADER.size + len(rest)] = rest
     decodes_or_is_refused(signed(buffer, count))
 
@@ -199,7 +213,7 @@ def test_frame_with_many_bytes_changed_never_crashes(places, seed):
 
 
 def test_header_is_as_long_as_it_says():
-    assert wire.HEADER.size == 12 * 8
+    assert wire.HEADER.size == 13 * 8
     assert struct.calcsize(wire.LINE.format) == 10 * 8
 
 

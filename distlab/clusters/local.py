@@ -129,6 +129,7 @@ class Processes(Launched):
         self._told: list[tuple[str, Peer]] = []  # changes of the membership, in the order in which all hear of them
         self._folder = tempfile.TemporaryDirectory(prefix="distlab-")
         self._layout, self._token = strategy.layout(cluster.num_workers), secrets.randbits(63)
+        self._counts = dict(self._layout.counts)  # with those that have joined
         self._faults, self._began_s = Faults(cluster.changes, self._layout), math.inf
         self._new_changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
         self._end_by_s = math.inf  # when all must have come to their end
@@ -155,7 +156,7 @@ class Processes(Launched):
         before = self._members.get(me)
         dies_at = [c.at_step for c in self._cluster.changes if c.at_step >= 0 and peer_of(c, self._layout) == me]
         place = Place(
-            me, self._layout.counts, tuple(self._layout.links), self._cluster.links, self._folder.name, self._token,
+            me, dict(self._counts), tuple(self._layout.links), self._cluster.links, self._folder.name, self._token,
             self._cluster.compute_time_s, tuple(self._told), before.computed if before and self._told else -1,
             tuple(self._faults.weather(me).said),
             math.inf if self._told or self._went_back or not dies_at else min(dies_at),
@@ -240,7 +241,11 @@ class Processes(Launched):
             change = self._new_changes.get()
             self._faults.add(replace(change, from_s=change.from_s + since_s, to_s=change.to_s + since_s))
         for peer, change, begins in self._faults.due(since_s):
-            if (member := self._members.get(peer)) is not None:
+            if change.kind == "add_worker":
+                self._add_worker()
+            elif change.kind == "remove_worker":
+                self._remove_worker(change.worker)
+            elif (member := self._members.get(peer)) is not None:
                 self._strike(member, change, begins)
 
     def _strike(self, member: Member, change: Change, begins: bool) -> None:
@@ -260,13 +265,45 @@ class Processes(Launched):
         if member.control in self._open_ends:  # it is still there, or its death is not yet noticed
             self.change(Change("revive", me.index, 0.0))
             return
-        if member.said or self._failures or self._end_by_s < math.inf:
-            return
-        self._ended.append(member)
+        if not (member.said or self._failures or self._end_by_s < math.inf):
+            self._come(me, "revive", "takes the place of the one that was lost")
+
+    def _come(self, me: Peer, kind: str, does: str) -> None:
+        """Start a process that was not there."""
+        if me in self._members:
+            self._ended.append(self._members[me])
+        self._counts[me.role] = max(self._counts[me.role], me.index + 1)
         self._tell("came", me)
         self._begin(me)
-        self._sink.events(notice("revive", self._members[me]))
-        self._sink.output(me, f"{self._members[me]} takes the place of the one that was lost")
+        self._sink.events(notice(kind, self._members[me]))
+        self._sink.output(me, f"{self._members[me]} {does}")
+
+    def _staying(self) -> list[int]:
+        """The workers that are there and have not been asked to leave."""
+        there = [m for m in self._members.values() if m.control in self._open_ends and not (m.said or m.leaves)]
+        return sorted(m.me.index for m in there if m.me.role == "worker")
+
+    def _add_worker(self) -> None:
+        """A new process with the lowest number that is free."""
+        if self._failures or self._end_by_s < math.inf:
+            return
+        staying = self._staying()
+        me = Peer("worker", next(i for i in range(len(staying) + 1) if i not in staying))
+        if me in self._members and self._members[me].control in self._open_ends:  # it is about to leave
+            self.change(Change("add_worker", -1, 0.0))
+        else:
+            self._come(me, "join", "joins")
+
+    def _remove_worker(self, number: int) -> None:
+        """Ask one to leave: the last, if `number` is negative."""
+        staying = self._staying()
+        number = max(staying, default=0) if number < 0 else number
+        if staying == [number]:
+            self._sink.output(Peer("worker", number), f"worker {number} is the only one, and stays")
+        elif number in staying:
+            member = self._members[Peer("worker", number)]
+            member.leaves = True
+            member.order("leave")
 
     def _look_for_silence(self) -> None:
         """End whoever gives no sign of life, or does not come to an end."""
@@ -353,7 +390,9 @@ class Processes(Launched):
         member.process.join(LEAVE_S)
         if member.said:
             if member.said == "r":
-                self._tell("left", member.me)
+                parted = self._ending.outcomes[member.me].parted
+                self._sink.output(member.me, f"{member} has left, as it was asked to") if parted else None
+                self._tell("parted" if parted else "left", member.me)
             return
         self._sink.events(notice("death", member))
         has_met = member.linked or not self._layout.links or any(m.me == member.me for m in self._ended)
@@ -380,6 +419,7 @@ class Processes(Launched):
         for left in (self._open_ends, self._failures, self._told, self._missed, self._ending.outcomes):
             left.clear()
         self._deadline = self._end_by_s = math.inf
+        self._counts = dict(self._layout.counts)
         self._folder.cleanup()
         self._folder, self._token = tempfile.TemporaryDirectory(prefix="distlab-"), secrets.randbits(63)
         self._payload = process.pack(self._strategy, replace(self._job, begin=kept))

@@ -68,6 +68,8 @@ class Control:
                 if word == "stop":
                     fabric.stopping = True
                     fabric.wake()
+                elif word == "leave":
+                    fabric.leaving = True
                 elif word == "weather":
                     fabric.weather.change(rest)
                 else:

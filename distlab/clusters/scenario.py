@@ -78,6 +78,19 @@ class Scenario:
         """A new process takes this worker's place, then or as soon as it has died. It knows nothing but its number."""
         return self.changed(Change("revive", worker, at_s))
 
+    @options
+    def add_worker(self, *, at_s: float) -> Self:
+        """One more worker joins: it takes the lowest number that is free, as those are of workers that have left or
+        died, or else a new one."""
+        return self.changed(Change("add_worker", NOBODY, at_s))
+
+    @options
+    def remove_worker(self, *, worker: int | None = None, at_s: float) -> Self:
+        """This worker, or the one with the highest number, leaves once its gradient is used. The last one stays."""
+        if worker is not None:
+            check_count("worker", worker, least=0)
+        return self.changed(Change("remove_worker", NOBODY if worker is None else worker, at_s))
+
     def scenario(self, path: str | Path) -> Self:
         """The lines in a file: JSON, such as ``[{"kind": "kill", "worker": 0, "at_s": 12}]``."""
         made = self
@@ -102,19 +115,21 @@ class Scenario:
 
     def changed(self, change: Change) -> Self:
         """The same cluster with one more line of its scenario."""
-        check_change(change, self.num_workers)
+        check_change(change, self.num_workers + sum(c.kind == "add_worker" for c in self.changes))
         return self._with((*self.changes, change))
 
     def _with(self, changes: tuple[Change, ...]) -> Self:
         raise NotImplementedError
 
 
-KINDS = ("slow", "throttle", "delay", "partition", "pause", "kill", "revive")
+MOMENTS = ("kill", "revive", "add_worker", "remove_worker")  # the others last
+KINDS = ("slow", "throttle", "delay", "partition", "pause", *MOMENTS)
+NOBODY = -1  # instead of a worker: whichever it will be
 
 
 def check_change(change: Change, num_workers: int) -> Change:
     """`change`, if it can happen in a cluster of so many workers; TypeError or ValueError otherwise."""
-    check_count(change.role, change.worker, least=0)
+    check_count(change.role, change.worker, least=NOBODY if change.kind in ("add_worker", "remove_worker") else 0)
     if change.role == "worker" and change.worker >= num_workers:
         raise ValueError(f"there is no worker {change.worker}: this cluster has 0 to {num_workers - 1}")
     for name, seconds in (("from_s or at_s", change.from_s), ("to_s", change.to_s)):
@@ -132,10 +147,12 @@ def check_change(change: Change, num_workers: int) -> Change:
 
 
 def check_scenario(changes: Iterable[Change], strategy: Strategy, num_workers: int) -> None:
-    """ValueError if a strategy has no such server or client. A worker that it does not have is nobody's: so strategies
-    can be compared on one cluster."""
+    """ValueError if a strategy has no such server or client, or no workers that come and go. A worker that it does not
+    have is nobody's: so strategies can be compared on one cluster."""
     counts = strategy.layout(num_workers).counts
     for change in changes:
+        if strategy.fixed and change.kind in ("add_worker", "remove_worker"):
+            raise ValueError(f"{change.kind}: no worker can join or leave {strategy!r}: {strategy.fixed}")
         if change.role != "worker" and change.worker >= counts.get(change.role, 0):
             has = f"0 to {counts[change.role] - 1}" if change.role in counts else "none"
             raise ValueError(f"there is no {change.role} {change.worker} to kill under {strategy!r}: it has {has}")
@@ -144,8 +161,8 @@ def check_scenario(changes: Iterable[Change], strategy: Strategy, num_workers: i
 def sentence(change: Change) -> str:
     """A line of a scenario, as it is written."""
     usual = asdict(replace(Change(change.kind, 0, 0.0)))
-    words: dict[str, float] = {change.role: change.worker}
-    if change.kind in ("kill", "revive"):
+    words: dict[str, float] = {} if change.worker == NOBODY else {change.role: change.worker}
+    if change.kind in MOMENTS:
         words |= {"at_s": change.from_s} if change.at_step < 0 else {"at_step": change.at_step}
     else:
         said = {name: getattr(change, name) for name in ("factor", "by_s", "from_s", "to_s")}

@@ -143,7 +143,7 @@ class SimulatedCluster(Scenario, Cluster):
         """How long each kind of work takes on a process."""
         laws = {kind: getattr(self._settings, kind) for kind in ("apply", "dispatch", "load")}
         if me.role in COMPUTES:
-            laws["compute"] = self._settings.compute[me.index]
+            laws["compute"] = self._settings.compute[me.index % self.num_workers]  # who joins is like one of the others
         return {kind: law for kind, law in laws.items() if law is not None}
 
     def build(self, strategy: Strategy, job: Job, sink: Sink, began_s: float = 0.0) -> World:
@@ -153,7 +153,6 @@ class SimulatedCluster(Scenario, Cluster):
         peers = [Peer(role, i) for role, count in layout.counts.items() for i in range(count)]
         for number, me in enumerate(peers):
             changes = [c for c in self.changes if peer_of(c, layout) == me]
-            world.nics[me] = Nic(self._settings.network, changes)
             world.nodes[me] = self.node(world, me, layout, changes, seed=[self._settings.seed, number])
         for a, b in layout.links:
             ends = [(p, q) for p in peers if p.role == a for q in peers if q.role == b]
@@ -166,6 +165,7 @@ class SimulatedCluster(Scenario, Cluster):
         self, world: World, me: Peer, layout: Layout, changes: list[Change], seed: list[int]
     ) -> SimulatedFabric:  # fmt: skip
         """One process of a world."""
+        world.nics.setdefault(me, Nic(self._settings.network, changes)).changes = changes
         record, laws = Recorder(*me, world.events), self.laws(me)
         return SimulatedFabric(world, me, layout.counts, record, laws=laws, changes=changes, seed=seed)
 

@@ -31,6 +31,10 @@ class Builder(Protocol):
 
     num_workers: int
 
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The lines of its scenario."""
+
     def build(self, strategy: Strategy, job: Job, sink: Sink, began_s: float = 0.0) -> World:
         """A world with every process at its first line."""
 
@@ -50,7 +54,7 @@ class SimulatedRun(Launched):
         self._orders: list[Callable[[], None]] = []
         self._killed, self._stopping = "", False  # by whom; has somebody asked for an early end?
         self._told: list[tuple[str, Peer]] = []  # changes of the membership
-        self._awaited: set[Peer] = set()  # those that come back as soon as they have died
+        self._awaited: dict[Peer, str] = {}  # those that come as soon as the one of that number is gone
         self._lives = 0  # processes that took another's place
         self._went_back: list[int] = []  # to the checkpoints of which versions
         self.world: World | None = None
@@ -149,6 +153,9 @@ class SimulatedRun(Launched):
         for node in list(world.nodes.values()):
             for change in node.changes:
                 self._schedule(change)
+        for change in self._cluster.changes:
+            if change.kind in ("add_worker", "remove_worker") and change.from_s >= began_s:
+                self._schedule(change)
         return world
 
     def _went_back_from(self, world: World) -> bool:
@@ -175,10 +182,13 @@ class SimulatedRun(Launched):
         """A line that is said while the run is on."""
         world = self.world
         assert world is not None, "nothing is ordered before there is a world"
-        if (node := world.nodes.get(peer_of(change, self._layout))) is not None:
-            now = world.env.now
-            node.changes.append(replace(change, from_s=now + change.from_s, to_s=now + change.to_s))
-            self._schedule(node.changes[-1])
+        now, node = world.env.now, world.nodes.get(peer_of(change, self._layout))
+        change = replace(change, from_s=now + change.from_s, to_s=now + change.to_s)
+        if change.kind in ("add_worker", "remove_worker"):
+            self._schedule(change)
+        elif node is not None:
+            node.changes.append(change)
+            self._schedule(change)
 
     def _schedule(self, change: Change) -> None:
         world, peer = self.world, peer_of(change, self._layout)
@@ -187,24 +197,54 @@ class SimulatedRun(Launched):
             world.at(change.from_s, lambda _: self._kill(world.nodes[peer]))
         elif change.kind == "revive":
             world.at(change.from_s, lambda _: self._revive(world, peer))
+        elif change.kind == "add_worker":
+            world.at(change.from_s, lambda _: self._add_worker(world))
+        elif change.kind == "remove_worker":
+            world.at(change.from_s, lambda _: self._remove_worker(world, change.worker))
 
     def _revive(self, world: World, peer: Peer) -> None:
         """A new process, in the place of one that has died."""
-        old = world.nodes[peer]
-        if not old.dead:
-            self._awaited.add(peer)
-            return
-        if not self._strategy.survives(peer):
-            return
+        if not world.nodes[peer].dead:
+            self._awaited[peer] = "revive"
+        elif self._strategy.survives(peer):
+            self._come(world, peer, "revive")
+
+    def _staying(self, world: World) -> list[int]:
+        """The workers that are there and have not been asked to leave."""
+        there = [node for node in world.nodes.values() if node.tasks and not node.leaving]
+        return sorted(node.me.index for node in there if node.me.role == "worker")
+
+    def _add_worker(self, world: World) -> None:
+        """A new process with the lowest number that is free."""
+        staying = [*self._staying(world), *(peer.index for peer in self._awaited)]
+        peer = Peer("worker", next(i for i in range(len(staying) + 1) if i not in staying))
+        if peer in world.nodes and world.nodes[peer].tasks:  # it is about to leave
+            self._awaited[peer] = "join"
+        elif any(node.tasks for node in world.nodes.values()):
+            self._come(world, peer, "join")
+
+    def _remove_worker(self, world: World, number: int) -> None:
+        """Ask one to leave: the last, if `number` is negative."""
+        staying = self._staying(world)
+        number = max(staying, default=0) if number < 0 else number
+        if number in staying and len(staying) > 1:
+            world.nodes[Peer("worker", number)].leaving = True
+        elif number in staying:
+            self._sink.output(Peer("worker", number), f"worker {number} is the only one, and stays")
+
+    def _come(self, world: World, peer: Peer, kind: str) -> None:
+        """A process that was not there."""
         self._lives += 1
-        changes = [c for c in old.changes if c.at_step < 0]  # or it would die at that step again
-        world.nics[peer].changes = changes
+        old = world.nodes.get(peer)
+        said = [c for c in self._cluster.changes if peer_of(c, self._layout) == peer] if old is None else old.changes
+        changes = [c for c in said if c.at_step < 0]  # or it would die at that step again
         node = self._cluster.node(world, peer, self._layout, changes, seed=[self._lives, peer.index])
         for what, other in self._told:
             node.tell(what, other)
-        world.nodes[peer] = node
-        node.computed, node.step = old.computed, old.computed + 1
-        node.record("revive", node.now(), node.now(), worker=peer.index)
+        world.nodes[peer], node.stopping = node, self._stopping
+        node.computed = -1 if old is None else old.computed
+        node.step = node.computed + 1
+        node.record(kind, node.now(), node.now(), worker=peer.index)
         self._tell("came", peer)
         era = node.members.era
         for a, b in self._layout.links:
@@ -233,9 +273,12 @@ class SimulatedRun(Launched):
             self._flush()
 
     def _program(self, me: Peer, node: SimulatedFabric) -> None:
-        self._ending.outcomes[me] = outcome_of(self._strategy, node, self._job, lambda part: self._sink.part(me, part))
+        left = outcome_of(self._strategy, node, self._job, lambda part: self._sink.part(me, part))
+        self._ending.outcomes[me] = left
         node.end()
-        self._tell("left", me)
+        self._tell("parted" if left.parted else "left", me)
+        if left.parted and self._awaited.get(me) == "join":
+            node.world.at(node.now(), lambda _: self._come(node.world, me, self._awaited.pop(me)))
 
     def _close_logs(self) -> None:
         """Of processes, too, whose code stands still because another has failed."""
@@ -258,9 +301,8 @@ class SimulatedRun(Launched):
             node.world.failure = (node.me, lost)
         node.kill()
         self._tell("lost", node.me)
-        if node.me in self._awaited:
-            self._awaited.remove(node.me)
-            node.world.at(now, lambda _: self._revive(node.world, node.me))
+        if node.me in self._awaited and self._strategy.survives(node.me):
+            node.world.at(now, lambda _: self._come(node.world, node.me, self._awaited.pop(node.me)))
 
     def _wait_for_turn(self) -> None:
         if self._allowed <= 0:

@@ -58,6 +58,7 @@ class Message(NamedTuple):
     step: int = -1
     samples: int = 0
     loss: float = math.nan
+    batch: int = -1
     num_bytes: int = 0
     sent_s: float = math.nan
 
@@ -196,6 +197,8 @@ class Fabric(ABC):
         counts: how many processes each role has.
         record: writes an event of this process into the trace.
         stopping: true once somebody asked the run to stop early.
+        leaving: true once somebody asked this process to leave the run.
+        parted: true once it has.
         step: the batch that this process is at, for whoever must name it; -1 before the first.
         computed: the last step of which there is a gradient, by this process or the one whose place it has taken.
         flat: the parameters that this process holds, for whoever looks into a paused run.
@@ -209,6 +212,8 @@ class Fabric(ABC):
     counts: dict[str, int]
     record: Recorder
     stopping: bool = field(default=False, init=False)
+    leaving: bool = field(default=False, init=False)
+    parted: bool = field(default=False, init=False)
     step: int = field(default=-1, init=False)
     computed: int = field(default=-1, init=False)
     flat: Vector | None = field(default=None, init=False)
@@ -256,7 +261,8 @@ class Fabric(ABC):
         """
 
     def tell(self, what: str, peer: Peer) -> None:
-        """Hear a change of the membership."""
+        """Hear a change of the membership. One that comes may be more than there were."""
+        self.counts = {**self.counts, peer.role: max(self.counts[peer.role], peer.index + 1)}
         self.members.tell(what, peer)
         self.wake()
 

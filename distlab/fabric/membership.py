@@ -26,33 +26,40 @@ class Membership:
     """All processes are members at first.
 
     Attributes:
-        era: how often it has changed.
+        era: how often it has changed; the last thing to change with it.
+        gone: how often somebody died or left.
         lost: those that have died and not come back.
         left: those that have come to their end.
-        returned: those that have come back.
+        parted: those of them that were asked to leave before that of the run.
+        returned: those that have come since the beginning.
         arrivals: the same, with the era that this began, until somebody greets them.
     """
 
     era: int = 0
+    gone: int = 0
     lost: set[Peer] = field(default_factory=set)
     left: set[Peer] = field(default_factory=set)
+    parted: set[Peer] = field(default_factory=set)
     returned: set[Peer] = field(default_factory=set)
     arrivals: deque[tuple[Peer, int]] = field(default_factory=deque)
 
     def tell(self, what: str, peer: Peer) -> None:
-        """`peer` is "lost", has "left", or "came" back."""
+        """`peer` is "lost", has "left", has "parted", or "came", as another of its number or as the first."""
+        for group in (self.lost, self.left, self.parted):
+            group.discard(peer)
+        {"lost": self.lost, "left": self.left, "parted": self.left, "came": self.returned}[what].add(peer)
+        if what == "parted":
+            self.parted.add(peer)
+        elif what == "came":
+            self.arrivals.append((peer, self.era + 1))
+        self.gone += what != "came"
         self.era += 1
-        self.lost.discard(peer)
-        self.left.discard(peer)
-        {"lost": self.lost, "left": self.left, "came": self.returned}[what].add(peer)
-        if what == "came":
-            self.arrivals.append((peer, self.era))
 
     def present(self, peers: Iterable[Peer]) -> list[Peer]:
         """Those of `peers` that are there."""
         return [peer for peer in peers if peer not in self.lost and peer not in self.left]
 
     def first(self, peers: Iterable[Peer]) -> Peer | None:
-        """The lowest of `peers` that has never been lost, or at least has come back: the chief of workers."""
-        alive = [peer for peer in peers if peer not in self.lost]
+        """The lowest of `peers` that has always been there, or at least has come: the chief of workers."""
+        alive = [peer for peer in peers if peer not in self.lost and peer not in self.parted]
         return min(alive, key=lambda peer: (peer in self.returned, peer), default=None)

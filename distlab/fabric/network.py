@@ -43,7 +43,8 @@ class Change:
 
     `kind` is "slow" (computing takes `factor` times as long), "throttle" (its NIC has `factor` of its bandwidth),
     "delay" (its messages take `by_s` longer), "partition" (it is cut off), "pause" (it stands still), "kill" (at
-    `from_s`, or when it begins its step `at_step`) or "revive". `role` may be another one than "worker" for a "kill".
+    `from_s`, or when it begins its step `at_step`), "revive", "add_worker" or "remove_worker" (at `from_s`; worker -1:
+    any). `role` may be another one than "worker" for a "kill".
     """
 
     kind: str

@@ -20,8 +20,10 @@ from distlab.errors import BadMessage
 from distlab.fabric.base import Kind, Message, Peer
 from distlab.trace import ROLES
 
-MAGIC = 0x6469_7374_6C61_6202  # "distlab", wire version 2
-HEADER = struct.Struct("<QqqqqqqqqdQQ")  # magic kind role index version step samples sent_ns count loss token sum
+MAGIC = 0x6469_7374_6C61_6203  # "distlab", wire version 3
+HEADER = struct.Struct(
+    "<QqqqqqqqqqdQQ"
+)  # magic kind role index version step samples batch sent_ns count loss token sum
 SUM = struct.Struct("<Q")  # the last field of the header
 LINE = struct.Struct("<10q")  # dtype, number of dimensions, up to 8 of them
 ALIGN = 64
@@ -56,7 +58,7 @@ def encode_head(buffer: Tensor, message: Message, sender: Peer, token: int) -> i
     """Write what comes before the tensors; returns its size in bytes."""
     view, tensors = buffer.numpy(), message.tensors  # type: Any, Sequence[Tensor]
     head = (message.kind, ROLES.index(sender.role), sender.index, message.version, message.step, message.samples)
-    HEADER.pack_into(view, 0, MAGIC, *head, time.monotonic_ns(), len(tensors), message.loss, token, 0)
+    HEADER.pack_into(view, 0, MAGIC, *head, message.batch, time.monotonic_ns(), len(tensors), message.loss, token, 0)
     for i, tensor in enumerate(tensors):
         shape = tuple(tensor.shape)
         if tensor.dtype not in DTYPES or len(shape) > 8 or len(tensors) > MAX_TENSORS:
@@ -115,7 +117,7 @@ def _header(buffer: Tensor, sender: Peer, token: int) -> tuple[Any, ...]:
 
 def decode(buffer: Tensor, sender: Peer, token: int) -> Message:
     """The message in `buffer`; its tensors are views. BadMessage if it is not what `sender` may say."""
-    kind, count, version, step, samples, loss, sent_ns = _header(buffer, sender, token)
+    kind, count, version, step, samples, batch, loss, sent_ns = _header(buffer, sender, token)
     view, start, tensors = buffer.numpy(), aligned(HEADER.size + LINE.size * count), []  # type: Any, int, list[Tensor]
     if start > buffer.numel():
         raise BadMessage(f"a message from {sender} announces {count} tensors, more than the agreed size holds")
@@ -123,7 +125,7 @@ def decode(buffer: Tensor, sender: Peer, token: int) -> Message:
         line = LINE.unpack_from(view, HEADER.size + i * LINE.size)
         tensor, start = _tensor(buffer, start, line, sender)
         tensors.append(tensor)
-    return Message(Kind(kind), tensors, version, step, samples, loss, start, sent_ns * 1e-9)
+    return Message(Kind(kind), tensors, version, step, samples, loss, batch, start, sent_ns * 1e-9)
 
 
 def _tensor(buffer: Tensor, start: int, line: tuple[int, ...], sender: Peer) -> tuple[Tensor, int]:

@@ -27,7 +27,7 @@ FATE_OF = {"apply": "applied", "drop": "dropped", "unused": "unused", "cancel": 
 
 @dataclass(frozen=True)
 class Entry:
-    """One gradient: whose, computed at which step on which of its batches, and what became of it.
+    """One gradient: whose, computed at which step on the batch at which place of the stream, and what became of it.
 
     `version` is the one that server 0, or whoever else applied it, made of it; -1 if there is none.
     """
@@ -103,7 +103,7 @@ def book(trace: Trace, *, all_killed: bool = False) -> Ledger:
     latest = dict(sorted(computed.keys()))  # in order, so that each worker's last step is the one that stays
     begins = lives(trace)
     missing = sorted(key for key in set(fates) - set(computed) if key[0] not in dead or is_gap(key, computed, begins))
-    cut_off = {key: (fates[key][2], key[1]) for key in set(fates) - set(computed) - set(missing)}
+    cut_off = {key: (fates[key][2], fates[key][3]) for key in set(fates) - set(computed) - set(missing)}
     problems += [f"worker {w}'s gradient of step {s} was {fates[w, s][0]}, but never computed" for w, s in missing]
     begun = set(unique(trace.select("local")))  # in a round that had not ended
     vanished = sorted((w, s) for w, s in set(computed) - set(fates) - begun if s < latest[w] and not len(deaths))
@@ -111,10 +111,10 @@ def book(trace: Trace, *, all_killed: bool = False) -> Ledger:
     entries = []
     for (worker, step), (samples, batch) in sorted((computed | cut_off).items()):
         unheard = "lost" if all_lost or worker in dead else "unused"
-        fate, version, said = fates.get((worker, step), (unheard, -1, samples))
+        fate, version, said, _ = fates.get((worker, step), (unheard, -1, samples, batch))
         if 0 < samples != said:
             problems.append(f"worker {worker}'s gradient of step {step} held {samples} samples, then {said}")
-        entries.append(Entry(worker, step, max(samples, said), fate, version, batch if batch >= 0 else step))
+        entries.append(Entry(worker, step, max(samples, said), fate, version, batch))
     return Ledger(tuple(entries), tuple(problems))
 
 
@@ -150,7 +150,8 @@ def lives(trace: Trace) -> dict[int, list[int]]:
     """
     rows = np.concatenate([trace.select("compute"), *(heard(trace, kind) for kind in FATE_OF)])
     found: dict[int, set[int]] = defaultdict(set)
-    for worker, since_s in trace.select("revive")[["worker", "end_s"]].tolist():
+    came = np.concatenate([trace.select("revive"), trace.select("join")])
+    for worker, since_s in came[["worker", "end_s"]].tolist():
         its = rows[rows["worker"] == worker]
         late = its["start_s"] >= since_s
         done = its["step"][~late].max(initial=-1)  # of some of those it is said only now what became of them
@@ -163,15 +164,15 @@ def heard(trace: Trace, kind: str) -> np.ndarray:
     return trace.applies if kind == "apply" else trace.select(kind)
 
 
-def outcomes(trace: Trace) -> tuple[dict[tuple[int, int], tuple[str, int, int]], list[str]]:
-    """(worker, step) -> (fate, version, samples), and what contradicts itself."""
-    found: dict[tuple[int, int], dict[int, tuple[str, int, int]]] = {}
+def outcomes(trace: Trace) -> tuple[dict[tuple[int, int], tuple[str, int, int, int]], list[str]]:
+    """(worker, step) -> (fate, version, samples, batch), and what contradicts itself."""
+    found: dict[tuple[int, int], dict[int, tuple[str, int, int, int]]] = {}
     problems: list[str] = []
     server = ROLES.index("server")
     for kind, fate in FATE_OF.items():
-        for row in heard(trace, kind)[["role", "index", "worker", "step", "version", "samples"]].tolist():
-            role, index, worker, step, version, samples = row
-            ending = (fate, version if fate == "applied" else -1, samples)
+        for row in heard(trace, kind)[["role", "index", "worker", "step", "version", "samples", "batch"]].tolist():
+            role, index, worker, step, version, samples, batch = row
+            ending = (fate, version if fate == "applied" else -1, samples, batch)
             before = found.setdefault((worker, step), {}).setdefault(index if role == server else 0, ending)
             if before[:2] != ending[:2]:
                 problems.append(f"worker {worker}'s gradient of step {step} was {before[0]}, then {fate}")
@@ -179,24 +180,21 @@ def outcomes(trace: Trace) -> tuple[dict[tuple[int, int], tuple[str, int, int]],
     return {key: together(places, num_servers) for key, places in found.items()}, problems
 
 
-def together(places: dict[int, tuple[str, int, int]], num_servers: int) -> tuple[str, int, int]:
+def together(places: dict[int, tuple[str, int, int, int]], num_servers: int) -> tuple[str, int, int, int]:
     """What became of a gradient on all servers: a server that has not said anything never got its part."""
-    fates = {fate for fate, _, _ in places.values()} | ({"unused"} if len(places) < num_servers else set())
-    fate, version, samples = next(iter(places.values()))
+    fates = {fate for fate, *_ in places.values()} | ({"unused"} if len(places) < num_servers else set())
+    fate, version, samples, batch = next(iter(places.values()))
     version = places[0][1] if 0 in places else -1
-    return fate if len(fates) == 1 else "split", version, samples
+    return fate if len(fates) == 1 else "split", version, samples, batch
 
 
-def sample_counts(book: Ledger, task: Task, num_workers: int) -> dict[str, np.ndarray]:
+def sample_counts(book: Ledger, task: Task) -> dict[str, np.ndarray]:
     """How often each sample of the training data met each fate.
-
-    Args:
-        num_workers: how many the stream of samples was dealt to (1 for `SingleWorker`).
 
     Returns: fate -> (num_samples,) counts. Their sum over fates says how often a sample was handed out.
     """
     counts = {fate: np.zeros(task.num_samples, int) for fate in FATES}
+    stream = Stream(task.train, batch_size=task.batch_size, seed=task.seed)
     for entry in book.entries:
-        whose = {"index": entry.worker, "num_workers": num_workers, "batch_size": task.batch_size, "seed": task.seed}
-        np.add.at(counts[entry.fate], Stream(task.train, **whose).indices(entry.batch).numpy(), 1)
+        np.add.at(counts[entry.fate], stream.at(entry.batch).numpy(), 1)
     return counts

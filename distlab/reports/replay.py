@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from distlab.checkpoint import Checkpoint
 from distlab.clusters.simulated import SimulatedCluster
 from distlab.collectives import in_one_thread
+from distlab.data import collate
 from distlab.errors import DivergenceWarning
 from distlab.flat import Flat, Vector, local_state
 from distlab.options import check_positive
@@ -202,7 +203,7 @@ class Player:
         self.groups = [(-1, list(range(num_workers))), *groups(trace)]
         if has["reduce"] or hasattr(strategy, "exchange"):
             self.make, self.exchange = self._every, getattr(strategy, "exchange", Exchange)
-            self.exchanges = [self.exchange(self.flat) for _ in range(num_workers)]
+            self.exchanges = [self.exchange(self.flat) for _ in range(max(map(max, (g for _, g in self.groups))) + 1)]
         elif not any(has.values()) and applies_its_own(trace):
             self.make = self._own
         if isinstance(strategy, LocalSGD):
@@ -338,7 +339,8 @@ class Player:
     def _compute(self, worker: int, step: int, params: Tensor) -> float:
         computer, (_, batch) = self._computer(worker, step), self.computes[worker][step]
         self.ahead[worker].popleft()
-        return self.random[worker].around(lambda: computer.backward(params, computer.stream.batch(batch)))
+        samples = computer.stream.at(batch)
+        return self.random[worker].around(lambda: computer.backward(params, collate(self.task.train, samples)))
 
     def _step(self, lane: Lane, mean: Tensor, version: int, factor: float = 1.0) -> None:
         lane.step(mean, factor * (self.task.lr_schedule(version) if self.task.lr_schedule else 1.0))
@@ -419,21 +421,20 @@ def reads(trace: Trace, num_servers: int) -> dict[int, dict[int, tuple[tuple[int
             pulled[worker][server] = version
         else:
             versions = tuple(pulled[worker][i] for i in range(num_servers)) if num_servers > 1 else (read,)
-            found[worker][step] = versions, batch if batch >= 0 else step
+            found[worker][step] = versions, batch
     return completed(trace, found, num_servers)
 
 
 def completed(trace: Trace, found: dict[int, Any], num_servers: int) -> dict[int, Any]:
     """`reads`, with what a killed process had no time to say of its last gradients, as far as its server can tell."""
     rows = np.concatenate([trace.applies, trace.select("drop"), trace.select("unused")])
-    for worker, step, read, said in rows[["worker", "step", "read", "batch"]].tolist():
+    for worker, step, read, batch in rows[["worker", "step", "read", "batch"]].tolist():
         if step not in found[worker]:
-            plain = num_servers == 1 and all(batch == number for number, (_, batch) in found[worker].items())
-            if said < 0 and not plain:
+            if num_servers > 1:
                 raise ValueError(
                     f"worker {worker} was killed before it could say how it came to step {step}: no replay"
                 )
-            found[worker][step] = (read,), said if said >= 0 else step
+            found[worker][step] = (read,), batch
     return found
 
 

@@ -196,12 +196,14 @@ class Client:
         for number, (size, asked) in enumerate(zip(self.sizes, self.asked, strict=True)):
             devices = sorted(asked) or [0]  # a module may not be called in every step
             if not asked:
-                facts: dict[str, Any] = {"worker": number * width, "step": self.worker.step, "batch": self.worker.step}
+                place = self._share(number * width)
+                facts: dict[str, Any] = {"worker": number * width, "step": self.worker.step, "batch": place}
                 self.fabric.record("compute", now, now, read=self.version, version=self.version, **facts)
             for i, device in enumerate(devices):
                 samples = size // len(devices) + (i < size % len(devices))
                 who = number * width + device
-                whose.append(Gradient(self.flat.grads, self.version, who, self.worker.step, samples, loss))
+                facts = {"step": self.worker.step, "samples": samples, "loss": loss, "batch": self._share(who)}
+                whose.append(Gradient(self.flat.grads, self.version, who, **facts))
         done = Timed(None, now, now)
         if self.updater is not None and self.own is not None:
             done = self.updater.step(*whose, mean=self.own.grads)
@@ -214,6 +216,10 @@ class Client:
         self.worker.step += 1
         self.worker.next = self.worker.step
         self.fabric.saver.reached(self.version)
+
+    def _share(self, device: int) -> int:
+        """The place of a device's share of this batch, in the stream of the task's own batches."""
+        return self.worker.step * len(self.replicas) * len(self.replicas[0]) + device
 
     def fetch(self, kind: Kind = Kind.PULL) -> None:
         """Bring what stays elsewhere into `flat`; with STOP, for the last time."""

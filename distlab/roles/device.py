@@ -104,7 +104,7 @@ class Device:
             "worker": self.worker.index,
             "step": message.step,
             "read": message.version,
-            "batch": message.step,
+            "batch": self.worker.stream.place(message.step),
         }
         self.fabric.record("compute", done.start_s, done.end_s, version=message.version, **whose)
         return done.value

@@ -29,6 +29,7 @@ class Rank:
         shares = exchange.shares[:-1]  # the last bucket waits for `mean`: until then nobody can apply a gradient of nan
         self._parts = Parts([FORWARD + (1 - FORWARD) * share for share in shares], self._is_there)
         self._there, self._broken = 0, None  # type: int, PeerLost | None
+        self._leaves, self._changes = False, 0  # is this rank to leave, and how many know of one who does or comes?
         self._summing: Running | None = None
         self._missing: list[set[int]] = []  # of each bucket, the parameters whose gradient is not there yet
         if len(exchange.buckets) > 1:
@@ -54,9 +55,9 @@ class Rank:
     ) -> tuple[bool, bool]:
         """Replace `worker.flat.grads` by the mean of all workers' gradients.
 
-        One message holds the values, a count and the votes to stop. A worker that has nothing to give sends zeros, and
-        takes part until nobody has. If the group changes meanwhile, all have to give again: their next gradient, of the
-        same batches, or what `fill` writes into the buffer once more.
+        One message holds the values, a count, the votes to stop and to change. A worker that has nothing to give
+        sends zeros, and takes part until nobody has. If the group changes meanwhile, all have to give again: their next
+        gradient, of the same batches, or what `fill` writes into the buffer once more.
 
         Args:
             mine: what is in this worker's buffer, for the trace.
@@ -73,11 +74,31 @@ class Rank:
                     self._account_for(mine, behind)
                     return False, self._group.over
 
+    def part(self) -> bool:
+        """After an update: let those go who have said that they leave, and those in who have come. Is this rank gone?
+
+        All wait for each other once more, since who leaves must not be the only one to have made the update. If that
+        fails, somebody has died, and whoever was to leave says so again with the next gradient.
+        """
+        changes, self._changes = self._changes, 0
+        if not changes:
+            return False
+        try:
+            all_reduce(self._group.ranks, torch.zeros(1))
+        except PeerLost:
+            self._group.form_anew()
+            return False
+        if self._leaves:
+            self.worker.part()
+        else:
+            self._group.renew()
+        return self._leaves
+
     def leave(self) -> None:
         """Wait until all have come to the end: whoever is a version behind still needs one to take it from. If this
         rank dies after that, nobody is there who could speak for it, so its own trace is out of the house before."""
         self.worker.fabric.hand_over()
-        while True:
+        while not self.worker.fabric.parted:
             try:
                 all_reduce(self._group.ranks, torch.zeros(1))
                 return
@@ -97,11 +118,10 @@ class Rank:
             self._fill_tail(contributes)
             for number in range(len(self._exchange.buckets)):
                 self._sum(number)
-        total, votes = flat.tail[:2].tolist()
+        total, votes, self._changes = flat.tail[:3].tolist()
         if total:
             flat.grads.div_(total)
-        if total == contributes * self._group.ranks.size:
-            self._group.remember(mine)
+        self._group.remember(mine if total == contributes * self._group.ranks.size else ())
         return total > 0, votes > 0 or not total
 
     def _stop_summing(self) -> None:
@@ -130,8 +150,10 @@ class Rank:
         self.worker.redo(0 if behind else len(mine))
 
     def _fill_tail(self, contributes: int) -> None:
-        tail = self.worker.flat.tail.zero_()
-        tail[0], tail[1] = float(contributes), float(self.worker.fabric.stopping)
+        tail, fabric = self.worker.flat.tail.zero_(), self.worker.fabric
+        self._leaves = fabric.leaving
+        for i, number in enumerate((contributes, fabric.stopping, self._leaves or self._group.is_old)):
+            tail[i] = float(number)
 
     def _sum(self, number: int) -> None:
         fabric, step = self.worker.fabric, self.worker.step

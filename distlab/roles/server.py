@@ -140,9 +140,15 @@ class Server:
                 self.settle()
 
     def welcome(self, worker: int) -> None:
-        """A worker has come back: it is as fast as the slowest of the others."""
+        """A worker has come: it is as fast as the slowest of the others, and a new number as far in its data."""
         with self.fabric.lock():
-            self.clocks[worker] = min((self.clocks[w] for w in self.live), default=self.clocks[worker])
+            live, is_new = self.live, worker >= self.num_workers
+            if is_new:
+                slowest = min((self.last_push[w] for w in live), default=-1)
+                for counts, first in ((self.clocks, 0), (self.last_push, slowest), (self._settled, slowest)):
+                    counts += [first] * (worker + 1 - len(counts))
+                self.num_workers = worker + 1
+            self.clocks[worker] = min((self.clocks[w] for w in live), default=self.clocks[worker])
             self.dead.discard(worker)
             self.left.discard(worker)
 
@@ -366,4 +372,10 @@ class ServerPort:
 
 def gradient_from(message: Message, worker: int, at: Tensor | None = None) -> Gradient:
     """A push as the gradient that it carries; its values are the link's buffer, good until the next message."""
-    return Gradient(message.values, message.version, worker, message.step, message.samples, message.loss, (), at)
+    facts: dict[str, Any] = {
+        "step": message.step,
+        "samples": message.samples,
+        "loss": message.loss,
+        "batch": message.batch,
+    }
+    return Gradient(message.values, message.version, worker, at=at, **facts)

@@ -47,6 +47,10 @@ class TorchRank:
         worker.fabric.record("reduce", self._there_s, worker.fabric.now(), worker=worker.index, step=worker.step)
         return True, votes.item() > 0
 
+    def part(self) -> bool:
+        """Nobody leaves before the end."""
+        return False
+
     def leave(self) -> None:
         """All come to the end together."""
 

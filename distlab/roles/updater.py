@@ -46,6 +46,7 @@ class Gradient:
     """One worker's gradient (size,) at the parameters of version `read` (of server 0; `reads` has every server's).
 
     Attributes:
+        batch: the place of its batch in the stream of samples.
         at: those parameters (size,), where the rule needs them: by the time that it is applied, its worker may have
             been sent others.
     """
@@ -58,16 +59,19 @@ class Gradient:
     loss: float
     reads: tuple[int, ...] = ()
     at: Tensor | None = None
+    batch: int = -1
 
     @property
     def facts(self) -> dict[str, Any]:
         """What the trace records of it."""
-        return {"read": self.read, "worker": self.worker, "step": self.step, "samples": self.samples, "loss": self.loss}
+        known = ("read", "worker", "step", "samples", "loss", "batch")
+        return {name: getattr(self, name) for name in known}
 
     @property
     def header(self) -> dict[str, Any]:
         """What travels with the values: a message's version is the one that its gradient was read at."""
-        return {"version": self.read, "step": self.step, "samples": self.samples, "loss": self.loss}
+        known = ("step", "samples", "loss", "batch")
+        return {"version": self.read} | {name: getattr(self, name) for name in known}
 
 
 class Lane:

@@ -81,15 +81,16 @@ class Worker(Computer):
             dealt = self.stream.num_workers, self.stream.batch_size
             self.step = self.next = begin.position(self.index, *dealt)
         if fabric.me.role == "worker":
-            fabric.saver.speaks = lambda: self.is_chief
+            fabric.saver.speaks = lambda: self.is_chief and not fabric.parted
         if fabric.me.role != "replica":
             fabric.saver.own("place", self.place, lambda _: None)
         fabric.saver.own("worker", self.state, self.restore)
 
     def place(self) -> dict[str, int]:
         """Where it is in its data, and how that was dealt; see `Checkpoint.position`."""
-        dealt = {"index": self.index, "num_workers": self.stream.num_workers, "batch_size": self.stream.batch_size}
-        return {**dealt, "position": self.next, "step": self.step, "batch": self.batch}
+        whose = {"index": self.index, "num_workers": self.stream.num_workers, "batch_size": self.stream.batch_size}
+        dealt = self.stream.dealt(self.next) * self.stream.batch_size
+        return {**whose, "position": self.next, "dealt": dealt, "step": self.step, "batch": self.batch}
 
     def state(self) -> dict[str, Any]:
         """What this worker alone has."""
@@ -119,14 +120,22 @@ class Worker(Computer):
         """The parameters as the model factory made them."""
         return Params(self.flat.params.clone(), 0)
 
-    def batches(self) -> Iterator[Any]:
-        """This worker's batches, until the run is over or its data is used up."""
+    def batches(self, *, to_the_end: bool = False) -> Iterator[Any]:
+        """This worker's batches, until the run is over or its data is used up; or until it is asked to leave, unless it
+        must take part `to_the_end`."""
         while not self.ended and (self._num_batches is None or self.next < self._num_batches):
+            if self.fabric.leaving and not to_the_end:
+                return self.part()
             self.fabric.saver.reached(self.held)
             self.fabric.step = self.step
             self.batch, self.next = self.next, self.next + 1
             yield self.fabric.timed("load", lambda: self.stream.batch(self.batch)).value
             self.step += 1
+
+    def part(self) -> None:
+        """Leave the run, as asked."""
+        now, self.fabric.parted = self.fabric.now(), True
+        self.fabric.record("leave", now, now, worker=self.index, version=self.held)
 
     def redo(self, batches: int) -> None:
         """Let the next batches be the last ones once more."""
@@ -134,14 +143,15 @@ class Worker(Computer):
 
     def rounds(self) -> Iterator[Any]:
         """The same, then USED_UP until the run is over: for who must take part to the end."""
-        yield from self.batches()
+        yield from self.batches(to_the_end=True)
         while not self.ended:
             yield USED_UP
 
     def look(self, params: Params) -> None:
         """Say that this worker holds `params`: if it is the chief, it may evaluate them."""
         self.held = params.version
-        if self.make_chief is not None and self.fabric.members.lost and self.is_chief:
+        members = self.fabric.members
+        if self.make_chief is not None and (members.lost or members.parted) and self.is_chief:
             self.become_chief(params.version)
         if self.chief is not None:
             self.chief.look(params)
@@ -182,9 +192,10 @@ class Worker(Computer):
         done = self.fabric.timed("compute", backward, unless=news, parts=parts)
         loss, samples = math.nan if done.value is None else done.value, self.stream.batch_size
         grads, reads = self.flat.grads, params.versions
-        gradient = Gradient(grads, params.version, self.index, self.step, samples, loss, reads)
+        place = self.stream.place(self.batch)
+        gradient = Gradient(grads, params.version, self.index, self.step, samples, loss, reads, batch=place)
         kind, facts = "cancel" if done.cancelled else "compute", gradient.facts
-        self.fabric.record(kind, done.start_s, done.end_s, version=params.version, batch=self.batch, **facts)
+        self.fabric.record(kind, done.start_s, done.end_s, version=params.version, **facts)
         self.fabric.computed = self.step
         if done.cancelled:
             return None

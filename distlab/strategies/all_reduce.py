@@ -28,7 +28,8 @@ class AllReduce(Strategy):
     What is dropped: nothing. A worker whose data is used up no longer counts; the mean is over the real gradients.
     Assumes: mean loss, equal batches, no dropout or BatchNorm, to equal a batch N times as large (`accumulate` times
         that). With `compression` each update is another one, and only their sum comes to the same.
-    If a worker dies: the others go on as a new group, from the last common step; see `on_too_few`.
+    If a worker dies: the others go on as a new group, from the last common step; see `on_too_few`. Whatever the group,
+        the samples that come next are dealt to those that are there.
 
     Args:
         algorithm: how the sum is made, see `collectives`: "ring", "tree", "halving-doubling", "recursive doubling",
@@ -80,6 +81,10 @@ class AllReduce(Strategy):
         return self.on_too_few == "shrink" and self.engine != "ddp"
 
     @property
+    def fixed(self) -> str:  # type: ignore[override]
+        return 'engine="ddp" makes its group once' if self.engine == "ddp" else ""
+
+    @property
     def real_only(self) -> str:  # type: ignore[override]
         return 'engine="ddp": torch\'s own engine knows no virtual clock' if self.engine == "ddp" else ""
 
@@ -121,7 +126,7 @@ class AllReduce(Strategy):
                 somebody, over = rank.mean(mine, contributes=len(mine))
                 if somebody:
                     updater.apply(*mine, mean=worker.flat.grads)
-                worker.ended = over or updater.version >= job.num_updates
+                worker.ended = over or updater.version >= job.num_updates or rank.part()
                 mine = []
         rank.leave()
         return Outcome(worker.flat.params, updater.version, local_state(worker.model), worker.step)

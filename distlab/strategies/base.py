@@ -64,7 +64,7 @@ class Job:
 
     def batches_of(self, worker: int) -> int | None:
         """How many batches this worker has; None: as many as it takes."""
-        return None if self.num_batches is None else self.num_batches[worker]
+        return None if self.num_batches is None or worker >= len(self.num_batches) else self.num_batches[worker]
 
 
 @dataclass
@@ -78,6 +78,7 @@ class Outcome:
         steps: batches finished.
         ranges: where `params` belong in the whole vector, (start, stop) each; empty: they are all of it.
         judged: the chief's evaluations: version, loss and each metric by name.
+        parted: did it leave before the end, as it was asked to?
     """
 
     params: Tensor | None = None
@@ -86,6 +87,7 @@ class Outcome:
     steps: int = 0
     ranges: tuple[tuple[int, int], ...] = ()
     judged: list[dict[str, float]] = field(default_factory=list)
+    parted: bool = False
 
 
 class Strategy(Options, ABC):
@@ -99,6 +101,7 @@ class Strategy(Options, ABC):
         shrinks: does an update hold fewer gradients once workers have died?
         simulated_only, real_only: why it cannot run on real processes, or on a virtual clock, if it cannot.
         unsaved: why there are no checkpoints of it, if there are none.
+        fixed: why no worker can join or leave a run, if none can.
     """
 
     final: ClassVar[str] = "worker"
@@ -107,6 +110,7 @@ class Strategy(Options, ABC):
     simulated_only: str = ""
     real_only: str = ""
     unsaved: ClassVar[str] = ""
+    fixed: str = "its workers are those that it began with"
 
     @abstractmethod
     def layout(self, num_workers: int) -> Layout:
@@ -166,6 +170,7 @@ class ParameterServerStrategy(Strategy):
     num_servers: int = 1
     placement: str = "ranges"
     rule: Rule = MEAN
+    fixed: str = ""
 
     @abstractmethod
     def serve(self, server: Server, worker: WorkerPort) -> None:
@@ -290,7 +295,8 @@ def held(flat: Flat, shards: Sequence[Shard]) -> list[dict[str, Any]]:
 def worker_of(fabric: Fabric, job: Job, **changes: Any) -> Worker:
     """This process's worker; number 0 is the chief, and in-graph the client is, not a replica."""
     index = fabric.me.index
-    usual = {"index": index, "num_workers": job.num_workers, "batch_size": job.task.batch_size}
+    dealt_to = max(job.num_workers, index + 1)  # one that joins beside all others takes its part of a deal to one more
+    usual = {"index": index, "num_workers": dealt_to, "batch_size": job.task.batch_size}
     worker = Worker(fabric, job.task, **({"num_batches": job.batches_of(index)} | usual | changes))
     asked: dict[str, Any] = {"every": job.evaluate_every, "log_dir": job.log_dir}
     if fabric.me.role != "replica":
@@ -312,6 +318,8 @@ def outcome_of(strategy: Strategy, fabric: Fabric, job: Job, hand_over: Callable
     try:
         outcome = strategy.run(fabric, job)
         fabric.saver.finish()
+        if fabric.parted:
+            outcome = Outcome(steps=outcome.steps, parted=True)
         if (chief := fabric.chief) is not None:
             if outcome.params is not None:  # the final ones, where the chief holds them itself
                 chief.look(Params(outcome.params, outcome.version))

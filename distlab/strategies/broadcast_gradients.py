@@ -26,6 +26,7 @@ class BroadcastGradients(ParameterServerStrategy):
     If a worker or the server dies: the run ends with an error that names it.
     """
 
+    fixed = "who comes later would not have the others' optimizer state"
     unsaved = "it is a misreading, to be measured and not to be continued"
 
     def serve(self, server: Server, worker: WorkerPort) -> None:

@@ -44,6 +44,8 @@ class Hogwild(Strategy):
     def gradients_per_update(self, num_workers: int) -> int:
         return 1
 
+    fixed = ""
+
     def survives(self, peer: Peer) -> bool:
         return True
 

@@ -45,6 +45,7 @@ class InGraph(Strategy):
 
     place: Mapping[str, int] | None = field(default=None, hash=False)
 
+    fixed = "the client's graph, with a replica on each device, is made once"
     promises = ("fresh", "enough", "distinct")
 
     final = "client"

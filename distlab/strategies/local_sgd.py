@@ -49,6 +49,7 @@ class LocalSGD(Strategy):
     algorithm: str = "auto"
     on_too_few: Literal["shrink", "stop"] = "shrink"
 
+    fixed = ""
     promises = ("fresh", "enough", "identical replicas")
 
     def __post_init__(self) -> None:
@@ -104,7 +105,7 @@ class LocalSGD(Strategy):
                     now = fabric.now()
                     updater.record(Timed(None, now, now), rounds.version, *mine)
                     fabric.saver.reached(rounds.version)
-                worker.ended = over or rounds.version >= job.num_updates
+                worker.ended = over or rounds.version >= job.num_updates or rank.part()
                 mine = []
         rank.leave()
         return Outcome(flat.params, rounds.version, local_state(worker.model), worker.step)

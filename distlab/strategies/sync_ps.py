@@ -73,6 +73,10 @@ class SyncPS(ParameterServerStrategy):
         return 'late="cancel": a gradient that is being computed cannot be called off' if self.late == "cancel" else ""
 
     @property
+    def fixed(self) -> str:  # type: ignore[override]
+        return 'semantics="tf1" counts its replicas once' if self.semantics == "tf1" else ""
+
+    @property
     def promises(self) -> tuple[str, ...]:  # type: ignore[override]
         if self.semantics == "tf1":
             return ()
