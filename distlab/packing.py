@@ -24,6 +24,16 @@ def unpacked(data: Tensor) -> Any:
     return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
 
 
+def to_bytes(value: Any) -> bytes:
+    """`packed`, for a pipe."""
+    return packed(value).numpy().tobytes()
+
+
+def from_bytes(data: bytes) -> Any:
+    """`to_bytes` undone."""
+    return unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
 def apart(value: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
     """`value` as JSON knows it; its tensors go into `tensors`, by the way that leads to them.
 

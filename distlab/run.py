@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distlab.reports import Blame, Ledger, Replay, Stability
 
 FORMAT = 3
-WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error", "judged")
+WORDS = ("strategy", "cluster", "version", "startup_s", "steps", "num_workers", "error", "judged", "clocks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,8 @@ class Run:
         replicas: the parameters that each worker held at the end, by name, where workers hold any.
         startup_s: from the call to the first event.
         error: what ended it early, as text; "" otherwise.
+        clocks: of several hosts: name -> how many seconds the chief's clock was ahead of its, and how many that may be
+            wrong. All times are the chief's.
         task, algorithm: the task and the strategy themselves, for `model`, `evaluate` and `replay`.
         begin: the checkpoint that it went on from, or went back to last.
         judged: the chief's evaluations, if it came to its end; see `evaluations`.
@@ -59,6 +61,7 @@ class Run:
     error: str = ""
     judged: Sequence[Mapping[str, float]] = field(default=(), repr=False)
     begin: Checkpoint | None = field(default=None, repr=False)
+    clocks: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     task: Task | None = field(default=None, repr=False)
     algorithm: Strategy | None = field(default=None, repr=False)
 

@@ -35,12 +35,13 @@ APPLY = trace.KINDS.index("apply")
 class Listener:
     """Keeps what a run says. Filled by the watching thread, read by any."""
 
-    def __init__(self, job: Job, strategy: Strategy, num_workers: int) -> None:
-        self.collector, self.begin = collector(job, strategy, num_workers, self.say), job.begin
+    def __init__(self, job: Job, strategy: Strategy, cluster: Cluster) -> None:
         self.parts: list[np.ndarray] = []
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.version = 0 if job.begin is None else job.begin.version
         self.loss = float("nan")
+        self.begin: Checkpoint | None = job.begin
+        self.collector = collector(job, strategy, cluster.num_workers, self.say) if cluster.is_chief else None
 
     def events(self, rows: np.ndarray) -> None:
         """Store a batch of events."""
@@ -71,6 +72,14 @@ class Listener:
         self.begin = kept or self.begin
         return kept
 
+    def progress(self, version: int, loss: float) -> None:
+        """Store how far another says that the run is."""
+        self.version, self.loss = max(self.version, version), loss
+
+    def began_at(self, begin: Checkpoint | None) -> None:
+        """Store where another says that it began."""
+        self.begin = begin
+
     def close(self) -> None:
         """Nothing more will come."""
         if self.collector is not None:
@@ -86,7 +95,7 @@ class LiveRun:
     def __init__(self, task: Task, strategy: Strategy, cluster: Cluster, job: Job, paused: bool = False) -> None:
         self._task, self._strategy, self._cluster, self._job = task, strategy, cluster, job
         self._scenario: Any = cluster  # with what was done to the run
-        self._listener, self._began = Listener(job, strategy, cluster.num_workers), time.monotonic()
+        self._listener, self._began = Listener(job, strategy, cluster), time.monotonic()
         self.launched: Launched = cluster.launch(strategy, job, self._listener, paused=paused)
         self._lock, self._run = threading.Lock(), None  # type: tuple[Any, Run | None]
         self._ender = weakref.finalize(self, end, self.launched, self._listener)
@@ -212,7 +221,7 @@ class LiveRun:
             KeyboardInterrupt ends the run's processes first.
         """
         self.launched.resume()
-        with bar(self, progress) as advance:
+        with bar(self, progress and self._cluster.is_chief) as advance:
             try:
                 while (ending := self.launched.wait(0.05)) is None:
                     self._print()
@@ -234,7 +243,8 @@ class LiveRun:
         with self._lock:
             if self._run is None:
                 self._run = self._result(ending)
-                self._run._warn_if_diverging(ending.error)
+                if self._cluster.is_chief:
+                    self._run._warn_if_diverging(ending.error)
         if ending.error is not None:
             ending.error.run = self._run  # type: ignore[attr-defined]
             raise ending.error
@@ -247,7 +257,7 @@ class LiveRun:
         counts = self._strategy.layout(self._cluster.num_workers).counts
         said: dict[str, Any] = {"num_workers": counts.get("worker") or counts.get("replica", 1)}
         said |= {"trace": trace.gather(events), "startup_s": first - self._began, "error": error}
-        said["begin"] = self._listener.begin
+        said |= {"begin": self._listener.begin, "clocks": ending.clocks}
         said["num_holders"] = counts.get(self._strategy.final, 0)
         return run_from(self._strategy, repr(self._cluster), self._task, ending.outcomes, **said)
 
@@ -334,8 +344,13 @@ def start(
         FileNotFoundError, BadCheckpoint: there is no checkpoint at `resume`, or it is damaged, or of another task.
     """
     job = checked(task, strategy, cluster, num_updates, num_samples, num_batches)
-    job = replace(job, evaluate_every=check_evaluation(task, evaluate_every), log_dir=check_log_dir(log_dir))
-    job = replace(job, **check_saving(task, strategy, job.num_updates, checkpoint_dir, checkpoint_every, resume))
+    job = replace(job, evaluate_every=check_evaluation(task, evaluate_every))
+    if cluster.is_chief:
+        job = replace(job, log_dir=check_log_dir(log_dir))
+        job = replace(job, **check_saving(task, strategy, job.num_updates, checkpoint_dir, checkpoint_every, resume))
+    else:  # it looks after the files
+        folders = [None if path is None else os.path.abspath(path) for path in (log_dir, checkpoint_dir)]
+        job = replace(job, log_dir=folders[0], checkpoint_dir=folders[1], checkpoint_every=checkpoint_every)
     return LiveRun(task, strategy, cluster, job, paused)
 
 

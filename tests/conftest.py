@@ -8,7 +8,7 @@ import torch
 import toys
 
 import distlab as dl
-from distlab.clusters import local
+from distlab.clusters import home
 
 torch.set_num_threads(1)  # with two, the last bits of plain training differ
 
@@ -27,7 +27,7 @@ def no_process_starts(monkeypatch):
     def start(*args):
         raise AssertionError("a process was about to start")
 
-    monkeypatch.setattr(local, "start", start)
+    monkeypatch.setattr(home, "start", start)
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,12 @@ STRATEGIES = PLAIN + FAMILY
 
 
 @st.composite
-def changes(draw, num_workers):
-    kind, worker = (
-        draw(st.sampled_from(("slow", "throttle", "partition", "kill"))),
-        draw(st.integers(0, num_workers - 1)),
-    )
+def changes(draw, strategy, num_workers):
+    kinds = ("slow", "throttle", "partition", "kill", *(("add_worker", "remove_worker") if not strategy.fixed else ()))
+    kind, worker = draw(st.sampled_from(kinds)), draw(st.integers(0, num_workers - 1))
     start_s, length_s = draw(st.floats(0, 2)), draw(st.floats(0.01, 3))
+    if kind in ("add_worker", "remove_worker"):
+        return Change(kind, -1 if kind == "add_worker" else worker, start_s)
     if kind == "kill":
         return Change(kind, worker, start_s)
     factor = {"slow": draw(st.floats(0.2, 20)), "throttle": draw(st.floats(0.05, 1))}.get(kind, 1.0)
@@ -36,7 +36,7 @@ def cases(draw):
         draw(st.sampled_from(LAWS)),
         draw(st.sampled_from(NETWORKS)),
         draw(st.sampled_from(APPLIES)),
-        tuple(draw(st.lists(changes(num_workers), max_size=4))),
+        tuple(draw(st.lists(changes(strategy, num_workers), max_size=4))),
         draw(st.sampled_from(("sgd", "momentum", "adam"))),
         draw(st.integers(0, 1000)),
     )

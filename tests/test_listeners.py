@@ -63,16 +63,16 @@ def test_the_caller_opens_no_listener(live):
 
 
 def test_processes_meet_in_a_folder_that_only_this_user_can_read(live):
-    folder = Path(live.launched._folder.name)
+    folder = Path(live.launched._home.folder)
     assert folder.stat().st_mode & 0o077 == 0
     assert folder.stat().st_uid == os.getuid()
 
 
 def test_two_runs_have_different_tokens(two, monkeypatch):
-    from distlab.clusters import local
+    from distlab.clusters import home
 
-    places, start = [], local.start
-    monkeypatch.setattr(local, "start", lambda payload, place: (places.append(place), start(payload, place))[1])
+    places, start = [], home.start
+    monkeypatch.setattr(home, "start", lambda payload, place: (places.append(place), start(payload, place))[1])
     for _ in range(2):
         dl.train(countdown(), dl.SingleWorker(), two, num_updates=1, progress=False)
     assert len({place.token for place in places}) == 2

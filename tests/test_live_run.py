@@ -168,7 +168,7 @@ def test_a_simulated_run_can_be_killed():
 
 def test_a_run_leaves_no_folder_behind(two):
     live = dl.start(countdown(), dl.AsyncPS(), two, num_updates=5)
-    folder = Path(live.launched._folder.name)
+    folder = Path(live.launched._home.folder)
     assert folder.exists()
     live.wait()
     assert not folder.exists()

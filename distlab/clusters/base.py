@@ -21,7 +21,17 @@ ONLY_SIMULATED = "only a simulated run can be paused, stepped and looked into: u
 
 
 class Sink(Protocol):
-    """Who listens to a run. Called from one thread at a time."""
+    """Who listens to a run. Called from one thread at a time.
+
+    Attributes:
+        version, loss: the newest that it has heard of.
+    """
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def loss(self) -> float: ...
 
     def events(self, rows: np.ndarray) -> None:
         """A batch of trace rows (dtype `trace.EVENT`)."""
@@ -35,13 +45,24 @@ class Sink(Protocol):
     def go_back(self) -> Checkpoint | None:
         """The newest checkpoint, at which the run begins anew; None if there is none."""
 
+    def progress(self, version: int, loss: float) -> None:
+        """Another rank says how far the run is."""
+
+    def began_at(self, begin: Checkpoint | None) -> None:
+        """It says where it began, or began anew."""
+
 
 @dataclass
 class Ending:
-    """How a run ended: what each process left, or the error that ended it."""
+    """How a run ended: what each process left, or the error that ended it.
+
+    Attributes:
+        clocks: by host, how many seconds the caller's clock was ahead of its, and by how many that may be wrong.
+    """
 
     outcomes: dict[Peer, Outcome] = field(default_factory=dict)
     error: BaseException | None = None
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class Launched(ABC):
@@ -84,9 +105,11 @@ class Cluster(Options, ABC):
 
     Attributes:
         num_workers: every process that computes gradients, spares included.
+        is_chief: does this script lead the runs? Always, but under torchrun, where others run it too.
     """
 
     num_workers: int
+    is_chief: bool = True
     _closed = False
 
     @abstractmethod

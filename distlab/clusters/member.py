@@ -4,6 +4,8 @@ It comes from a fork server that has torch loaded. The caller's script is not im
 guard, and what a notebook cell defines travels by value.
 """
 
+import base64
+import builtins
 import codecs
 import multiprocessing as mp
 import os
@@ -11,17 +13,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, spawn
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import cloudpickle
 import numpy as np
 
+from distlab import errors
 from distlab.clusters import process
 from distlab.clusters.process import Place
 from distlab.clusters.sources import with_source
@@ -44,8 +47,13 @@ def warm() -> None:
 
 @dataclass(eq=False)
 class Member:
-    """The caller's side of one process."""
+    """The caller's side of one process.
 
+    Attributes:
+        is_here: is it a process of this host, started by this one?
+    """
+
+    is_here: ClassVar[bool] = True
     me: Peer
     process: Any
     control: Connection
@@ -119,18 +127,26 @@ def _without_main(original: Any) -> Any:
     return data
 
 
-def rebuild(member: Member, packed: bytes | None, line: str, text: str, step: int) -> BaseException:
-    """A process's exception, as the caller will see it."""
+def rebuild(who: str, said: Mapping[str, Any], *, trusted: bool) -> BaseException:
+    """A process's exception, as the caller will see it; see `process.told_of`. `trusted`: may it be unpickled?"""
     try:
-        error = cloudpickle.loads(packed) if packed is not None else RemoteError(line)
+        error = cloudpickle.loads(base64.b64decode(said["pickled"])) if trusted else remade(said)
     except Exception:
-        error = RemoteError(line)
+        error = remade(said)
     if not isinstance(error, Exception):  # SystemExit on a worker must not end the caller
-        error = RemoteError(line)
-    at = f" at step {step}" if step >= 0 else ""
-    error.add_note(f"raised on {member}{at}")
-    error.__cause__ = RemoteTraceback(with_source(text))
+        error = RemoteError(said["line"])
+    at = f" at step {said['step']}" if said["step"] >= 0 else ""
+    error.add_note(f"raised on {who}{at}")
+    error.__cause__ = RemoteTraceback(with_source(said["text"]))
     return error
+
+
+def remade(said: Mapping[str, Any]) -> BaseException:
+    """An exception of Python's or of distlab's own, from its name and arguments; others are told of."""
+    kind = getattr(builtins, said["name"], None) or getattr(errors, said["name"], None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        return kind(*said["args"])
+    return RemoteError(said["line"])
 
 
 def notice(kind: str, member: Member, version: int = -1) -> np.ndarray:

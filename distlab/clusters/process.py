@@ -5,9 +5,10 @@ commands down), one for everything that is printed. When the control pipe closes
 this process, at once.
 """
 
+import base64
+import json
 import math
 import os
-import pickle
 import shutil
 import sys
 import threading
@@ -22,9 +23,10 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from distlab.fabric import Peer
+from distlab.fabric import Peer, clock
+from distlab.fabric.meeting import Where
 from distlab.fabric.torch_fabric import TorchFabric
-from distlab.packing import packed, unpacked
+from distlab.packing import to_bytes
 from distlab.strategies.base import Job, Outcome, Strategy, outcome_of
 from distlab.trace import Buffer, Recorder
 
@@ -38,14 +40,23 @@ class Place:
     me: Peer
     counts: dict[str, int]
     pairs: tuple[tuple[str, str], ...]
-    links: str
-    folder: str
     token: int
     pad_s: float
     told: tuple[tuple[str, Peer], ...] = ()  # changes of the membership, so far
     step: int = -1  # the last that was heard of another process of this name
     weather: tuple[str, ...] = ()
     dies_at: float = math.inf
+    links: str = "gloo"
+    folder: str | None = None  # of the run, on its one host
+    where: Where | None = None  # or its store, on several
+    ahead_s: float = 0.0  # of this host's clock, the leader's
+
+
+def place_of(said: dict[str, Any]) -> Place:
+    """The place that was said as JSON."""
+    told = tuple((what, Peer(*peer)) for what, peer in said["told"])
+    pairs, weather = tuple((a, b) for a, b in said["pairs"]), tuple(said["weather"])
+    return Place(**{**said, "me": Peer(*said["me"]), "told": told, "pairs": pairs, "weather": weather})
 
 
 class Control:
@@ -54,14 +65,13 @@ class Control:
     def __init__(self, pipe: Connection) -> None:
         self.pipe, self._lock = pipe, threading.Lock()
 
-    def say(self, kind: str, value: Any = None) -> None:
-        """Send one message up, told apart by its first letter: events as raw bytes, the rest pickled."""
-        body = value if kind in ("events", "keep") else pickle.dumps(value)
+    def say(self, kind: str, body: Any = b"") -> None:
+        """Send one message up, told apart by its first letter."""
         with self._lock:
             self.pipe.send_bytes(kind[0].encode() + bytes(body))
 
-    def listen(self, fabric: TorchFabric, folder: str) -> None:
-        """Obey the caller's commands until it is gone; then it has left its folder behind as well."""
+    def listen(self, fabric: TorchFabric, folder: str | None) -> None:
+        """Obey the caller's commands until it is gone; then it may have left its folder behind as well."""
         try:
             while True:
                 word, *rest = self.pipe.recv_bytes().decode().split()
@@ -76,7 +86,8 @@ class Control:
                     fabric.tell(word, Peer(rest[0], int(rest[1])))
         except (EOFError, OSError):
             pass
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
 
@@ -85,14 +96,18 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     os.setsid()  # an interrupt of the caller's terminal or kernel must not reach this process
     redirect(out)
     control = Control(pipe)
+    clock.set_ahead(place.ahead_s)
     record = Recorder(*place.me, Buffer(lambda rows: control.say("events", rows.tobytes())))
-    fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s, folder=place.folder)
+    lives: dict[str, Any] = {"folder": place.folder, "where": place.where}
+    fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s, **lives)
     for what, peer in place.told:
         fabric.tell(what, peer)
     fabric.step = place.step + bool(place.told)
     fabric.weather.change(list(place.weather))
     fabric.dies_at = place.dies_at
-    threading.Thread(target=control.listen, args=(fabric, place.folder), daemon=True).start()
+    threading.Thread(
+        target=control.listen, args=(fabric, place.folder if place.where is None else None), daemon=True
+    ).start()
     fabric.on_over = lambda: control.say("over")
     threading.Thread(target=live, args=(record, control), daemon=True).start()
     try:
@@ -105,10 +120,10 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
 
             outcome = run(payload, place, fabric, lambda: control.say("linked"), keep)
         record.flush()
-        control.say("result", to_bytes(outcome))
+        control.say("result", to_bytes(vars(outcome)))
     except BaseException as error:
         record.flush()
-        control.say("failure", (*describe(error), fabric.step))
+        control.say("failure", json.dumps(told_of(error, fabric.step)).encode())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -143,16 +158,6 @@ def live(record: Recorder, control: Control) -> None:
         control.say("heartbeat")
 
 
-def to_bytes(outcome: Outcome) -> bytes:
-    """An outcome for the pipe; tensors by value."""
-    return packed(vars(outcome)).numpy().tobytes()
-
-
-def from_bytes(data: bytes) -> Outcome:
-    """The outcome that `to_bytes` packed."""
-    return Outcome(**unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8)))
-
-
 def describe(error: BaseException) -> tuple[bytes | None, str, str]:
     """An exception for the caller: itself if it can be pickled, its one line, its traceback."""
     text = "".join(traceback.format_exception(error))
@@ -163,6 +168,16 @@ def describe(error: BaseException) -> tuple[bytes | None, str, str]:
     except Exception:
         return None, line, text
     return packed, line, text
+
+
+def told_of(error: BaseException, step: int) -> dict[str, Any]:
+    """An exception as JSON: by name and arguments, if that is enough, and pickled, for who may open that."""
+    pickled, line, text = describe(error)
+    args = error.__reduce__()[1]
+    plain = isinstance(args, tuple) and all(isinstance(arg, str | int | float | None) for arg in args)
+    name = type(error).__name__ if type(error).__module__ in ("builtins", "distlab.errors") and plain else ""
+    said = {"name": name, "args": list(args) if name else [], "line": line, "text": text, "step": step}
+    return said | {"pickled": "" if pickled is None else base64.b64encode(pickled).decode()}
 
 
 def pack(strategy: Strategy, job: Job) -> bytes:

@@ -1,14 +1,11 @@
 """Links over torch.distributed's gloo: between any two processes that reach each other by TCP.
 
 Every link is a process group of two ranks of its own, so that the death of one peer is felt on one link, at
-once, and by nobody else. All of a process's links share one gloo device that listens on one address; they find
-each other through a file in a directory that only this user can read, so nothing listens for strangers.
+once, and by nobody else. All of a process's links share one gloo device that listens on one address.
 """
 
-import os
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,10 +20,8 @@ from distlab.fabric.base import Kind, Link, Message, Peer
 from distlab.fabric.weather import Weather
 
 Gloo: Any = dist.ProcessGroupGloo  # its type stubs leave out most of it
-LOOPBACK_ADDRESS = "127.0.0.1"
 FIRST_BYTES = 1 << 16  # a link's first buffers; they grow with the messages
 DIRECT_BYTES = 1 << 18  # from here on, what is lent travels after its header, from memory to memory
-RETRY_S = 1e-3  # until the others have come
 FOREVER = timedelta(days=365)  # a gloo receive that times out closes its link for good, so none ever does
 
 
@@ -170,88 +165,3 @@ def size_of(tensor: Tensor) -> int:
 
 def _buffer(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-class Meeting:
-    """Where processes find each other: a store in a file of the run's folder."""
-
-    def __init__(self, folder: str, me: Peer, token: int) -> None:
-        self._store = dist.PrefixStore(str(token), dist.FileStore(os.path.join(folder, "store"), -1))
-        self._me, self._token, self._options = me, token, gloo_options(LOOPBACK_ADDRESS)
-
-    def meet(
-        self, peers: Sequence[Peer], *, tag: int = 0, unless: Callable[[], bool] = lambda: False
-    ) -> dict[Peer, GlooLink]:
-        """A link to each of `peers`, who call for the same `tag`: within a role over one group for all.
-
-        Raises:
-            PeerLost: `unless` holds before all have come.
-        """
-        self._store.set(f"{tag}/{self._me}", "here")
-        while not all(self._store.check([f"{tag}/{peer}"]) for peer in peers):
-            if unless():
-                raise PeerLost("another process")
-            time.sleep(RETRY_S)
-        making = Making(lambda: self._make(tag, peers))
-        while not making.done.wait(RETRY_S):
-            if unless():  # one of the others may have died, or heard of it and gone: it would never come
-                making.abandon()
-                raise PeerLost("another process")
-        return making.links()
-
-    def wake(self) -> None:
-        """`meet` looks by itself."""
-
-    def _make(self, tag: int, peers: Sequence[Peer]) -> dict[Peer, GlooLink]:
-        alike = sorted(peer for peer in peers if peer.role == self._me.role)
-        groups = [[self._me, peer] for peer in sorted(peers) if peer not in alike] + [[self._me, *alike]] * bool(alike)
-        made = [self._links(tag, sorted(group)) for group in groups]
-        return {peer: link for links in made for peer, link in links.items()}
-
-    def _links(self, tag: int, group: list[Peer]) -> dict[Peer, GlooLink]:
-        name = f"{tag}/{'-'.join(map(str, group))}"
-        made = Gloo(dist.PrefixStore(name, self._store), group.index(self._me), len(group), self._options)
-        others = [(rank, peer) for rank, peer in enumerate(group) if peer != self._me]
-        return {peer: GlooLink(made, rank, self._me, peer, self._token) for rank, peer in others}
-
-
-class Making:
-    """Links being made in a thread of their own: gloo cannot be told to stop waiting for somebody.
-
-    Attributes:
-        done: set when they are there, or cannot be had.
-    """
-
-    def __init__(self, make: Callable[[], dict[Peer, GlooLink]]) -> None:
-        self.done, self._lock = threading.Event(), threading.Lock()
-        self._links: dict[Peer, GlooLink] = {}
-        self._error: RuntimeError | None = None
-        self._abandoned = False
-        threading.Thread(target=self._run, args=(make,), daemon=True).start()
-
-    def links(self) -> dict[Peer, GlooLink]:
-        """What was made; PeerLost if somebody was lost meanwhile."""
-        if self._error is not None:
-            raise PeerLost("another process") from self._error
-        return self._links
-
-    def abandon(self) -> None:
-        """Nobody wants them any more, and those at the other ends shall hear it, should the links ever be there."""
-        with self._lock:
-            self._abandoned = True
-            self._hang_up()
-
-    def _run(self, make: Callable[[], dict[Peer, GlooLink]]) -> None:
-        try:
-            links = make()
-            with self._lock:
-                self._links = links
-                if self._abandoned:
-                    self._hang_up()
-        except RuntimeError as error:
-            self._error = error
-        self.done.set()
-
-    def _hang_up(self) -> None:
-        for link in self._links.values():
-            link.hang_up()

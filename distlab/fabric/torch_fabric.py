@@ -8,22 +8,35 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distlab.errors import DistlabError
+from distlab.fabric import clock
 from distlab.fabric.base import NUM_COUNTS, Fabric, Link, Parts, Peer, Running, Shared, Timed
 from distlab.fabric.door import Door
-from distlab.fabric.gloo_link import Meeting
+from distlab.fabric.meeting import LOOPBACK_ADDRESS, Meeting, Where, open_store
 from distlab.fabric.weather import Weather
 from distlab.randomness import seed_all
 from distlab.trace import Recorder
 
 COUNTS_BYTES = NUM_COUNTS * torch.int64.itemsize
+SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 LOOPBACK = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def interface(address: str) -> str:
+    """The network interface of this host that has an address; DistlabError if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asker, SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    raise DistlabError(f"no network interface of this host has the address {address}")
 
 
 class Task(Running):
@@ -65,14 +78,15 @@ class TorchFabric(Fabric):
         pad_s: a gradient takes at least so long; the rest is slept, so that processes that share a core can
             act as if each had its own.
         folder: of this run alone, on the one host of all its processes; None if there may be several hosts.
+        where: the store of several hosts.
     """
 
     def __init__(
         self, me: Peer, counts: dict[str, int], record: Recorder, *, token: int, pad_s: float = 0.0,
-        folder: str | None = None,
+        folder: str | None = None, where: Where | None = None,
     ) -> None:  # fmt: skip
         super().__init__(me, counts, record)
-        self._token, self._pad_s, self._folder = token, pad_s, folder
+        self._token, self._pad_s, self._folder, self._where = token, pad_s, folder, where
         self._meeting: Door | Meeting | None = None
         self.on_over: Callable[[], None] = lambda: None
         self.weather, self.dies_at = Weather(), math.inf  # what a scenario does to this process; it ends at that step
@@ -89,11 +103,18 @@ class TorchFabric(Fabric):
             links: through "memory", or over "gloo".
             tag: of this process's coming; one that has come back leaves the links within its role to its group.
         """
-        assert self._folder is not None, "processes of several hosts cannot meet in a folder"
-        self._meeting = (Door if links == "memory" else Meeting)(self._folder, self.me, self._token)
+        if links == "memory":
+            assert self._folder is not None, "processes of several hosts share no memory"
+            self._meeting = Door(self._folder, self.me, self._token)
+        else:
+            address = LOOPBACK_ADDRESS if self._where is None else self._where.address
+            self._meeting = Meeting(self._open_store, address, self.me, self._token)
         roles = {b if self.me.role == a else a for a, b in pairs if self.me.role in (a, b)}
         peers = [peer for role in sorted(roles) for peer in self.others(role) if not tag or role != self.me.role]
         self.relink(self.members.present(peers), tag=tag, unless=lambda: False)
+
+    def _open_store(self) -> Any:
+        return open_store(self._folder, self._where)
 
     def relink(self, peers: Sequence[Peer], *, tag: int, unless: Callable[[], bool]) -> None:
         assert self._meeting is not None, "there were no links yet"
@@ -109,7 +130,7 @@ class TorchFabric(Fabric):
         self.on_over()
 
     def now(self) -> float:
-        return time.monotonic()
+        return clock.now()
 
     def seed(self, number: int) -> None:
         seed_all(number)
@@ -175,8 +196,7 @@ class TorchFabric(Fabric):
         return Timed(value, start, self.now())
 
     def default_group(self) -> None:
-        if self._folder is None:
-            raise DistlabError(f"{self.me} asked for a group over a file, which only processes of one host can have")
-        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK  # or it would listen on the address of the host's name
-        store = dist.FileStore(os.path.join(self._folder, f"{self.me.role}s"), self.counts[self.me.role])
+        # or it would listen on the address of the host's name
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK if self._where is None else interface(self._where.address)
+        store = dist.PrefixStore(f"{self._token}/{self.me.role}s", self._open_store())
         dist.init_process_group("gloo", store=store, rank=self.me.index, world_size=self.counts[self.me.role])

@@ -8,7 +8,6 @@ sending them: for those TCP has one, and memory needs none.
 
 import math
 import struct
-import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distlab.errors import BadMessage
+from distlab.fabric import clock
 from distlab.fabric.base import Kind, Message, Peer
 from distlab.trace import ROLES
 
@@ -58,7 +58,7 @@ def encode_head(buffer: Tensor, message: Message, sender: Peer, token: int) -> i
     """Write what comes before the tensors; returns its size in bytes."""
     view, tensors = buffer.numpy(), message.tensors  # type: Any, Sequence[Tensor]
     head = (message.kind, ROLES.index(sender.role), sender.index, message.version, message.step, message.samples)
-    HEADER.pack_into(view, 0, MAGIC, *head, message.batch, time.monotonic_ns(), len(tensors), message.loss, token, 0)
+    HEADER.pack_into(view, 0, MAGIC, *head, message.batch, clock.now_ns(), len(tensors), message.loss, token, 0)
     for i, tensor in enumerate(tensors):
         shape = tuple(tensor.shape)
         if tensor.dtype not in DTYPES or len(shape) > 8 or len(tensors) > MAX_TENSORS:

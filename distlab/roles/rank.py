@@ -29,7 +29,11 @@ class Rank:
         shares = exchange.shares[:-1]  # the last bucket waits for `mean`: until then nobody can apply a gradient of nan
         self._parts = Parts([FORWARD + (1 - FORWARD) * share for share in shares], self._is_there)
         self._there, self._broken = 0, None  # type: int, PeerLost | None
-        self._leaves, self._changes = False, 0  # is this rank to leave, and how many know of one who does or comes?
+        self._leaves, self._leavers, self._news = (
+            False,
+            0,
+            0,
+        )  # is this rank to leave, how many are, how many heard news
         self._summing: Running | None = None
         self._missing: list[set[int]] = []  # of each bucket, the parameters whose gradient is not there yet
         if len(exchange.buckets) > 1:
@@ -80,8 +84,10 @@ class Rank:
         All wait for each other once more, since who leaves must not be the only one to have made the update. If that
         fails, somebody has died, and whoever was to leave says so again with the next gradient.
         """
-        changes, self._changes = self._changes, 0
-        if not changes:
+        leavers, news, self._leavers, self._news = self._leavers, self._news, 0, 0
+        if leavers == self._group.ranks.size:  # somebody must be there to give what all hold to those who have come
+            leavers, self._leaves = 0, False
+        if not (leavers or news):
             return False
         try:
             all_reduce(self._group.ranks, torch.zeros(1))
@@ -118,7 +124,7 @@ class Rank:
             self._fill_tail(contributes)
             for number in range(len(self._exchange.buckets)):
                 self._sum(number)
-        total, votes, self._changes = flat.tail[:3].tolist()
+        total, votes, self._leavers, self._news = flat.tail[:4].tolist()
         if total:
             flat.grads.div_(total)
         self._group.remember(mine if total == contributes * self._group.ranks.size else ())
@@ -152,7 +158,7 @@ class Rank:
     def _fill_tail(self, contributes: int) -> None:
         tail, fabric = self.worker.flat.tail.zero_(), self.worker.fabric
         self._leaves = fabric.leaving
-        for i, number in enumerate((contributes, fabric.stopping, self._leaves or self._group.is_old)):
+        for i, number in enumerate((contributes, fabric.stopping, self._leaves, self._group.is_old)):
             tail[i] = float(number)
 
     def _sum(self, number: int) -> None:

@@ -101,6 +101,7 @@ class Strategy(Options, ABC):
         shrinks: does an update hold fewer gradients once workers have died?
         simulated_only, real_only: why it cannot run on real processes, or on a virtual clock, if it cannot.
         unsaved: why there are no checkpoints of it, if there are none.
+        one_host: why it cannot run on several hosts, if it cannot.
         fixed: why no worker can join or leave a run, if none can.
     """
 
@@ -110,6 +111,7 @@ class Strategy(Options, ABC):
     simulated_only: str = ""
     real_only: str = ""
     unsaved: ClassVar[str] = ""
+    one_host: ClassVar[str] = ""
     fixed: str = "its workers are those that it began with"
 
     @abstractmethod
@@ -256,9 +258,10 @@ class ParameterServerStrategy(Strategy):
     def _serve_one(self, server: Server, port: WorkerPort) -> None:
         try:
             self.serve(server, port)
-            server.leave(port.index)
-        except PeerLost:
             if port in server.ports:  # and not one whose place another has taken
+                server.leave(port.index)
+        except PeerLost:
+            if port in server.ports:
                 self._lose(server, port.index)
 
     def _lose(self, server: Server, worker: int) -> None:

@@ -45,6 +45,7 @@ class Hogwild(Strategy):
         return 1
 
     fixed = ""
+    one_host = "its workers share memory"
 
     def survives(self, peer: Peer) -> bool:
         return True
