@@ -56,6 +56,10 @@ class Ranks:
         """Start to send `tensor` itself, to a rank that calls `recv_into`; it must not change before a flush."""
         self.sent_bytes += self._link(to).lend(tensor)
 
+    def expect(self, source: int, tensor: Tensor, *, into: bool = False) -> None:
+        """Be ready for what `source` will lend next but one, at the latest; see `Link.expect`."""
+        self._link(source).expect(tensor, into=into)
+
     def recv_into(self, source: int, tensor: Tensor) -> None:
         """Let `tensor` be what `source` lends."""
         self._link(source).recv_into(tensor)
@@ -113,17 +117,29 @@ def tree_all_reduce(ranks: Ranks, tensor: Tensor) -> None:
 
 
 def ring_all_reduce(ranks: Ranks, tensor: Tensor) -> None:
-    """Reduce-scatter, then all-gather, round a ring: each rank sends to its right and receives from its left."""
+    """Reduce-scatter, then all-gather, round a ring: each rank sends to its right and receives from its left.
+
+    It says a step ahead that it is ready: where messages take long, so does that word.
+    """
     rank, size = ranks.rank, ranks.size
     right, left = (rank + 1) % size, (rank - 1) % size
     parts = torch.tensor_split(tensor, size)
-    for step in range(size - 1):  # afterwards part rank + 1 is summed here
-        mine = parts[(rank - step - 1) % size]
-        ranks.lend(right, parts[(rank - step) % size])
-        mine.add_(ranks.recv_like(left, mine))
-    for step in range(size - 1):  # what comes was lent before, so lending anew has waited until it had left
-        ranks.lend(right, parts[(rank + 1 - step) % size])
-        ranks.recv_into(left, parts[(rank - step) % size])
+    steps = [(parts[(rank - step - 1) % size], False) for step in range(size - 1)]
+    steps += [(parts[(rank - step) % size], True) for step in range(size - 1)]
+    ahead = iter(steps)
+
+    def look_ahead() -> None:
+        if (coming := next(ahead, None)) is not None:
+            ranks.expect(left, coming[0], into=coming[1])
+
+    look_ahead()
+    for step, (part, is_summed) in enumerate(steps):
+        look_ahead()
+        ranks.lend(right, parts[(rank - step) % size])  # which waits until what was lent before has left
+        if is_summed:  # elsewhere, and what was here has left
+            ranks.recv_into(left, part)
+        else:
+            part.add_(ranks.recv_like(left, part))
 
 
 def recursive_doubling(ranks: Ranks, tensor: Tensor) -> None:

@@ -195,9 +195,9 @@ def keys(rows) -> list[tuple[int, int]]:
     return [(int(w), int(s)) for w, s in zip(rows["worker"], rows["step"], strict=True)]
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool], within_s: float = DEADLINE_S) -> None:
     """Look until `condition` holds; fails at the deadline."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)

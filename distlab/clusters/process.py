@@ -78,8 +78,8 @@ class Control:
                 if word == "stop":
                     fabric.stopping = True
                     fabric.wake()
-                elif word == "leave":
-                    fabric.leaving = True
+                elif word in ("leave", "stay"):
+                    fabric.leaving = word == "leave"
                 elif word == "weather":
                     fabric.weather.change(rest)
                 else:

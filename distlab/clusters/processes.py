@@ -163,7 +163,7 @@ class Processes(Launched):
         if self._failures:
             self._ending.error = self._cause()
             self._drain()
-        elif not self._ending.outcomes:  # a strategy survives any death, but not all of them
+        elif all(left.parted for left in self._ending.outcomes.values()):  # a strategy survives any death, not all
             self._ending.error = self._missed[-1]
 
     def _pause_s(self) -> float:
@@ -220,6 +220,12 @@ class Processes(Launched):
         """The workers that are there and have not been asked to leave."""
         there = [m for m in self._members.values() if m.control in self._open_ends and not (m.said or m.leaves)]
         return sorted(m.me.index for m in there if m.me.role == "worker")
+
+    def _keep_one(self) -> None:
+        """If all others have died, the next that was to leave stays."""
+        for member in [] if self._staying() else [m for m in self._members.values() if m.leaves and not m.said][:1]:
+            member.leaves = False
+            member.order("stay")
 
     def _add_worker(self) -> None:
         """A new process with the lowest number that is free."""
@@ -338,6 +344,7 @@ class Processes(Launched):
             self._missed.append(lost(member))
             self._sink.output(member.me, f"{self._missed[-1]}; the others go on")
             self._tell("lost", member.me)
+            self._keep_one()
         elif not (has_met and not self._killed and self._go_back(member)):
             self._failures.append((member, lost(member)))
 

@@ -122,14 +122,15 @@ class Scenario:
         raise NotImplementedError
 
 
-MOMENTS = ("kill", "revive", "add_worker", "remove_worker")  # the others last
+ELASTIC = ("add_worker", "remove_worker")  # what is about the run, and not about one process
+MOMENTS = ("kill", "revive", *ELASTIC)  # the others last
 KINDS = ("slow", "throttle", "delay", "partition", "pause", *MOMENTS)
 NOBODY = -1  # instead of a worker: whichever it will be
 
 
 def check_change(change: Change, num_workers: int) -> Change:
     """`change`, if it can happen in a cluster of so many workers; TypeError or ValueError otherwise."""
-    check_count(change.role, change.worker, least=NOBODY if change.kind in ("add_worker", "remove_worker") else 0)
+    check_count(change.role, change.worker, least=NOBODY if change.kind in ELASTIC else 0)
     if change.role == "worker" and change.worker >= num_workers:
         raise ValueError(f"there is no worker {change.worker}: this cluster has 0 to {num_workers - 1}")
     for name, seconds in (("from_s or at_s", change.from_s), ("to_s", change.to_s)):
@@ -151,7 +152,7 @@ def check_scenario(changes: Iterable[Change], strategy: Strategy, num_workers: i
     have is nobody's: so strategies can be compared on one cluster."""
     counts = strategy.layout(num_workers).counts
     for change in changes:
-        if strategy.fixed and change.kind in ("add_worker", "remove_worker"):
+        if strategy.fixed and change.kind in ELASTIC:
             raise ValueError(f"{change.kind}: no worker can join or leave {strategy!r}: {strategy.fixed}")
         if change.role != "worker" and change.worker >= counts.get(change.role, 0):
             has = f"0 to {counts[change.role] - 1}" if change.role in counts else "none"
@@ -168,6 +169,11 @@ def sentence(change: Change) -> str:
         said = {name: getattr(change, name) for name in ("factor", "by_s", "from_s", "to_s")}
         words |= {name: value for name, value in said.items() if value != usual[name]}
     return f".{change.kind}({', '.join(f'{name}={value:g}' for name, value in words.items())})"
+
+
+def changes_of(peer: Peer, changes: Iterable[Change], layout: Layout) -> list[Change]:
+    """The lines that are about a process."""
+    return [c for c in changes if c.kind not in ELASTIC and peer_of(c, layout) == peer]
 
 
 def peer_of(change: Change, layout: Layout) -> Peer:

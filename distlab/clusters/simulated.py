@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from distlab.clusters.base import Cluster, Sink
-from distlab.clusters.scenario import Scenario, check_scenario, peer_of, sentence
+from distlab.clusters.scenario import Scenario, changes_of, check_scenario, sentence
 from distlab.clusters.simulated_run import SimulatedRun
 from distlab.fabric import Peer
 from distlab.fabric.laws import Empirical, Gamma, Law, law
@@ -152,7 +152,7 @@ class SimulatedCluster(Scenario, Cluster):
         layout = strategy.layout(self.num_workers)
         peers = [Peer(role, i) for role, count in layout.counts.items() for i in range(count)]
         for number, me in enumerate(peers):
-            changes = [c for c in self.changes if peer_of(c, layout) == me]
+            changes = changes_of(me, self.changes, layout)
             world.nodes[me] = self.node(world, me, layout, changes, seed=[self._settings.seed, number])
         for a, b in layout.links:
             ends = [(p, q) for p in peers if p.role == a for q in peers if q.role == b]

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from distlab.clusters.base import Ending, Launched, Sink
-from distlab.clusters.scenario import peer_of
+from distlab.clusters.scenario import ELASTIC, changes_of, peer_of
 from distlab.errors import ProcessLost, RemoteError
 from distlab.fabric import Peer
 from distlab.fabric.network import Change
@@ -154,7 +154,7 @@ class SimulatedRun(Launched):
             for change in node.changes:
                 self._schedule(change)
         for change in self._cluster.changes:
-            if change.kind in ("add_worker", "remove_worker") and change.from_s >= began_s:
+            if change.kind in ELASTIC and change.from_s >= began_s:
                 self._schedule(change)
         return world
 
@@ -184,7 +184,7 @@ class SimulatedRun(Launched):
         assert world is not None, "nothing is ordered before there is a world"
         now, node = world.env.now, world.nodes.get(peer_of(change, self._layout))
         change = replace(change, from_s=now + change.from_s, to_s=now + change.to_s)
-        if change.kind in ("add_worker", "remove_worker"):
+        if change.kind in ELASTIC:
             self._schedule(change)
         elif node is not None:
             node.changes.append(change)
@@ -236,7 +236,7 @@ class SimulatedRun(Launched):
         """A process that was not there."""
         self._lives += 1
         old = world.nodes.get(peer)
-        said = [c for c in self._cluster.changes if peer_of(c, self._layout) == peer] if old is None else old.changes
+        said = changes_of(peer, self._cluster.changes, self._layout) if old is None else old.changes
         changes = [c for c in said if c.at_step < 0]  # or it would die at that step again
         node = self._cluster.node(world, peer, self._layout, changes, seed=[self._lives, peer.index])
         for what, other in self._told:
@@ -295,12 +295,16 @@ class SimulatedRun(Launched):
             return  # it has ended before
         now = node.now()
         node.record("death", now, now, worker=node.me.index)
-        left = self._ending.outcomes or any(n.tasks for n in node.world.nodes.values() if n is not node)
+        left = any(not outcome.parted for outcome in self._ending.outcomes.values())
+        left = left or any(n.tasks for n in node.world.nodes.values() if n is not node)
         if not (self._strategy.survives(node.me) and left) and node.world.failure is None:
             lost = ProcessLost(f"{node.me} was lost at {now:.6g} s: killed by the scenario")
             node.world.failure = (node.me, lost)
         node.kill()
         self._tell("lost", node.me)
+        if not self._staying(node.world):  # so the next that was to leave stays
+            for other in [n for n in node.world.nodes.values() if n.leaving and n.tasks][:1]:
+                other.leaving = False
         if node.me in self._awaited and self._strategy.survives(node.me):
             node.world.at(now, lambda _: self._come(node.world, node.me, self._awaited.pop(node.me)))
 

@@ -142,7 +142,7 @@ class Crew:
         self._silence_s, self._calls = silence_s, queue.SimpleQueue[tuple[int, Any]]()
         self._answers: queue.SimpleQueue[float] = queue.SimpleQueue()
         made, _, _ = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(f"distlab/{next(_numbers)}", made)
+        store = self._store = dist.PrefixStore(f"distlab/{next(_numbers)}", made)  # kept: rank 0 may be its server
         if self.rank == 0:
             self._wait_for_others(store)
         else:
@@ -343,6 +343,21 @@ def contents(begin: Checkpoint) -> dict[str, Any]:
     return {"facts": begin.facts, "common": begin.common, "own": begin.own, "path": begin.path}
 
 
+def without_repetitions(outcomes: Mapping[Peer, Outcome]) -> dict[Peer, Outcome]:
+    """The same, with one memory for replicas that are equal, and so one place in what is sent."""
+    made: dict[Peer, Outcome] = {}
+    for peer, left in outcomes.items():
+        params = left.params
+        same = [other.params for other in made.values() if params is not None and equal(other.params, params)]
+        made[peer] = replace(left, params=same[0] if same else params)
+    return made
+
+
+def equal(one: Tensor | None, two: Tensor) -> bool:
+    """The same bits, as far as that can be told."""
+    return one is not None and one.dtype == two.dtype and torch.equal(one, two)
+
+
 class Reports:
     """Rank 0's listener, whose news the other ranks hear too."""
 
@@ -387,7 +402,7 @@ class Reports:
         error = ending.error
         said = None if error is None else told_of(error, -1) | {"notes": getattr(error, "__notes__", [])}
         return {
-            "outcomes": {tuple(peer): vars(left) for peer, left in ending.outcomes.items()},
+            "outcomes": {tuple(peer): vars(left) for peer, left in without_repetitions(ending.outcomes).items()},
             "error": said,
             "cause": str(error.__cause__.args[0]) if error and isinstance(error.__cause__, RemoteTraceback) else "",
             "clocks": ending.clocks,

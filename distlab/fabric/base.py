@@ -104,6 +104,10 @@ class Link(ABC):
         Large ones are then not copied on the way."""
         return self.post(Kind.DATA, [tensor])
 
+    def expect(self, tensor: Tensor, *, into: bool = False) -> None:  # noqa: B027
+        """Be ready for what will be lent after all that is expected already: for `recv_into` that tensor, which nobody
+        may use until then, or for `recv_lent` one like it. No more than two at a time."""
+
     def recv_lent(self, like: Tensor) -> Tensor:
         """Wait for what the other end has lent, of the shape and dtype of `like` (1-d); good until the next receive."""
         values = self.recv().values

@@ -5,6 +5,7 @@ once, and by nobody else. All of a process's links share one gloo device that li
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -40,8 +41,9 @@ class GlooLink(Link):
         self.peer, self.weather = peer, Weather()
         self._group, self._rank, self._me, self._token = group, rank, me, token
         self._out, self._in = _buffer(FIRST_BYTES), _buffer(FIRST_BYTES)
-        self._head_out, self._head_in = _buffer(wire.HEAD_BYTES), _buffer(wire.HEAD_BYTES)
-        self._spare = torch.empty(0)
+        self._head_out = _buffer(wire.HEAD_BYTES)
+        self._expected: deque[tuple[Any, Tensor, Any, Tensor]] = deque()  # heads and bodies for which there is room
+        self._spare = [torch.empty(0), torch.empty(0)]  # to be filled in turn
         self._over = self._closed = False  # has this end hung up? has the other?
         self._leaving: list[tuple[Any, Tensor]] = []  # sends under way, and the memory that they read
         self._sending, self._hearing = threading.Lock(), threading.RLock()  # nothing begins after this end's goodbye
@@ -72,6 +74,8 @@ class GlooLink(Link):
         with suppress(PeerLost, BadMessage):
             farewell = self._attempt(self._group.send, last[:size])
             with self._hearing:  # whoever is waiting here gets the next message, or the other's goodbye
+                while self._expected and not self._closed:
+                    self._take_expected()
                 scratch = _buffer(max(largest_bytes + wire.HEAD_BYTES, self._in.numel()))
                 while not self._closed:
                     self._finish(self._attempt(self._group.recv, scratch))
@@ -104,29 +108,51 @@ class GlooLink(Link):
         self._send(self._head_out, tensor.view(torch.uint8))
         return wire.size([tensor])
 
+    def expect(self, tensor: Tensor, *, into: bool = False) -> None:
+        if size_of(tensor) < DIRECT_BYTES:
+            return
+        if not into:
+            self._spare.reverse()
+            if self._spare[0].numel() < tensor.numel() or self._spare[0].dtype != tensor.dtype:
+                self._spare[0] = torch.empty_like(tensor)
+            tensor = self._spare[0][: tensor.numel()]
+        with self._hearing:
+            self._check_open()
+            head = _buffer(wire.HEAD_BYTES)
+            works = [self._attempt(self._group.recv, part) for part in (head, tensor.view(torch.uint8))]
+            self._expected.append((works[0], head, works[1], tensor))
+
     def recv_lent(self, like: Tensor) -> Tensor:
         if size_of(like) < DIRECT_BYTES:
             return super().recv_lent(like)
-        if self._spare.numel() < like.numel() or self._spare.dtype != like.dtype:
-            self._spare = torch.empty_like(like)
-        spare = self._spare[: like.numel()]
-        self.recv_into(spare)
-        return spare
+        return self._recv_expected(like, into=False)
 
     def recv_into(self, tensor: Tensor) -> None:
         if size_of(tensor) < DIRECT_BYTES:
             return super().recv_into(tensor)
-        with self._hearing:
-            self._check_open()
-            head, body = [self._attempt(self._group.recv, part) for part in (self._head_in, tensor.view(torch.uint8))]
-            self._finish(head)
-            if wire.is_goodbye(self._head_in):
-                self._closed = True
-                raise PeerLost(str(self.peer))
-            wire.check_head(self._head_in, tensor, self.peer, self._token)
-            self._finish(body)
-        self.weather.hold_up(size_of(tensor))
+        self._recv_expected(tensor, into=True)
         return None
+
+    def _recv_expected(self, tensor: Tensor, *, into: bool) -> Tensor:
+        with self._hearing:
+            if not self._expected:
+                self.expect(tensor, into=into)
+            self._check_open()
+            body = self._take_expected()
+            if self._closed:
+                raise PeerLost(str(self.peer))
+        self.weather.hold_up(size_of(tensor))
+        return body
+
+    def _take_expected(self) -> Tensor:
+        """What was expected first; or the link is closed."""
+        head_comes, head, body_comes, body = self._expected.popleft()
+        self._finish(head_comes)
+        self._closed = wire.is_goodbye(head)
+        if not self._closed:
+            wire.check_head(head, body, self.peer, self._token)
+            self._finish(body_comes)
+        return body
 
     def _check_open(self) -> None:
         if self._closed or self._over:

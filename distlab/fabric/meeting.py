@@ -27,7 +27,9 @@ class Where(NamedTuple):
 def open_store(folder: str | None, where: Where | None) -> Any:
     """The store of a run: on several hosts, or in a file of its folder, which only this user can read."""
     if where is not None:
-        return dist.TCPStore(where.host, where.port, is_master=False, wait_for_workers=False, timeout=FOREVER)
+        store = dist.TCPStore(where.host, where.port, is_master=False, wait_for_workers=False)
+        store.set_timeout(FOREVER)
+        return store
     assert folder is not None, "processes of several hosts cannot meet in a folder"
     return dist.FileStore(os.path.join(folder, "store"), -1)
 

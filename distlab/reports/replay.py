@@ -365,8 +365,9 @@ class Player:
         return lane
 
     def _computer(self, worker: int, step: int) -> Computer:
-        if step in self.begins[worker]:  # a new process, which knows nothing of the one before
-            self.begins[worker].remove(step)
+        begun = [first for first in self.begins[worker] if first <= step]
+        if begun:  # a new process, which knows nothing of the one before; its first gradient may have been cancelled
+            self.begins[worker] = self.begins[worker][len(begun) :]
             self.anew.add(worker)
             for kept in (self.workers, self.random, self.own_lanes):
                 kept.pop(worker, None)

@@ -237,7 +237,8 @@ class ParameterServerStrategy(Strategy):
             if arrivals:
                 self._greet(server, *arrivals.popleft())
         server.close()
-        if not server.over and not server.left:
+        parted = {peer.index for peer in fabric.members.parted}
+        if not server.over and not server.left - parted:
             raise PeerLost("the last worker")
         ranges = server.shard.ranges if self.num_servers > 1 else ()
         return Outcome(server.flat.params, server.version, ranges=ranges)
