@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 from distlab.errors import DistlabError
+from distlab.fabric.meeting import set_timeout
 
 HEAD = struct.Struct("<cq")  # the first letter of a word, a number
 BEAT_S = 0.5  # how often to give a sign of life
@@ -44,7 +45,10 @@ class Line:
         self.ended = ""
         self.obey: Callable[[str, int, bytes], None] = lambda word, number, body: None
         self.on_end: Callable[[], None] = lambda: None
-        set_timeout(end, silence_s)
+        with socket.socket(fileno=os.dup(end.fileno())) as wire:
+            if wire.family == socket.AF_INET:
+                wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                set_timeout(wire, silence_s)
 
     def begin(self) -> None:
         """Hear what comes."""
@@ -177,12 +181,3 @@ def call(address: tuple[str, int], key: bytes) -> Connection:
     answer_challenge(end, key)
     deliver_challenge(end, key)
     return end
-
-
-def set_timeout(end: Connection, seconds: float) -> None:
-    """Give up what was sent to a host that does not answer for so long, and delay nothing."""
-    with socket.socket(fileno=os.dup(end.fileno())) as wire:
-        if wire.family == socket.AF_INET:
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):
-                wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))

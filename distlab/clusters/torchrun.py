@@ -136,7 +136,7 @@ class Crew:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.where = Where(host, port, own_address(host))
+        self.where = Where(host, port, own_address(host), silence_s)
         self.lines: dict[int, Line] = {}
         self.clocks: dict[int, tuple[float, float]] = {}
         self._silence_s, self._calls = silence_s, queue.SimpleQueue[tuple[int, Any]]()

@@ -1,9 +1,11 @@
 """Where the processes of several hosts, or of one that uses gloo, find each other: a store that all of them reach."""
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -17,11 +19,31 @@ RETRY_S = 1e-3  # until the others have come
 
 
 class Where(NamedTuple):
-    """A store of several hosts, and the address at which this one listens."""
+    """A store of several hosts, the address at which this one listens, and how long another may be silent."""
 
     host: str
     port: int
     address: str
+    silence_s: float
+
+
+def watch_connections(silence_s: float) -> None:
+    """Let the kernel look after all of this process's connections to others: a host that has vanished closes none, and
+    gloo would wait for it for ever."""
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:  # not every file is a connection
+            if end.family == socket.AF_INET and end.type == socket.SOCK_STREAM:
+                set_timeout(end, silence_s)
+
+
+def set_timeout(end: socket.socket, silence_s: float) -> None:
+    """Let a connection fail when the other end's host does not answer for so long."""
+    every_s = max(1, round(silence_s / 4))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    values = {"TCP_KEEPIDLE": every_s, "TCP_KEEPINTVL": every_s, "TCP_KEEPCNT": 3}
+    for option, value in (values | {"TCP_USER_TIMEOUT": round(silence_s * 1000)}).items():
+        if hasattr(socket, option):  # macOS has not all of them
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def open_store(folder: str | None, where: Where | None) -> Any:

@@ -18,7 +18,7 @@ from distlab.errors import DistlabError
 from distlab.fabric import clock
 from distlab.fabric.base import NUM_COUNTS, Fabric, Link, Parts, Peer, Running, Shared, Timed
 from distlab.fabric.door import Door
-from distlab.fabric.meeting import LOOPBACK_ADDRESS, Meeting, Where, open_store
+from distlab.fabric.meeting import LOOPBACK_ADDRESS, Meeting, Where, open_store, watch_connections
 from distlab.fabric.weather import Weather
 from distlab.randomness import seed_all
 from distlab.trace import Recorder
@@ -120,6 +120,8 @@ class TorchFabric(Fabric):
         assert self._meeting is not None, "there were no links yet"
         for peer, link in self._meeting.meet(peers, tag=tag, unless=unless).items():
             link.weather, self._links[peer] = self.weather, link
+        if self._where is not None:
+            watch_connections(self._where.silence_s)
 
     def tell(self, what: str, peer: Peer) -> None:
         super().tell(what, peer)
