@@ -97,6 +97,7 @@ def main() -> None:
 @main.command()
 @common
 @click.option("--strategy", default="async-ps", show_default=True, type=Choice(STRATEGIES), help="How to train.")
+@click.option("--torchrun", is_flag=True, help="The workers are torchrun's ranks: torchrun ... -m distlab train ...")
 @click.option("--num-updates", default=400, show_default=True, help="Versions to make.")
 @click.option("--evaluate-every", type=int, help="Evaluate on the way, once each so many versions.")
 @click.option("--log-dir", type=click.Path(path_type=Path), help="Folder to write TensorBoard files to.")
@@ -111,13 +112,17 @@ def train(
     num_updates: int,
     save: Path | None,
     compute_time_s: float,
+    torchrun: bool,
     **rest: Any,
 ) -> None:
     """Train one task under one strategy, and say who applied the updates."""
-    cluster = dl.LocalCluster(num_workers, compute_time_s=compute_time_s)
+    padded = {"compute_time_s": compute_time_s}
+    cluster: Any = dl.TorchrunCluster(**padded) if torchrun else dl.LocalCluster(num_workers, **padded)
     asked = ("evaluate_every", "log_dir", "checkpoint_dir", "checkpoint_every", "resume")
     looks: dict[str, Any] = {name: rest.pop(name) for name in asked} | {"progress": watched()}
     run = dl.train(READY[task](**rest), STRATEGIES[strategy](), cluster, num_updates=num_updates, **looks)
+    if not cluster.is_chief:  # it says everything
+        return
     click.echo(f"{run.strategy} on {run.cluster}")
     for event in list(run.trace.where("apply"))[-3:]:
         click.echo(f"  {event}")

@@ -36,20 +36,25 @@ class Ranks:
     Args:
         body: what the script does; it may use `dl`, `toys`, `rank` and `say`.
         before: words of a command line before that of each rank, such as a network namespace to be in.
+        by_torchrun: does torchrun start them, one on each host?
     """
 
     def __init__(
-        self, body: str, size: int, folder: Path, *, host: str = "127.0.0.1", before: Any = lambda rank: [], **env: str
-    ) -> None:
+        self, body: str, size: int, folder: Path, *, host: str = "127.0.0.1", before: Any = lambda rank: [],
+        by_torchrun: bool = False, **env: str,
+    ) -> None:  # fmt: skip
         self.folder, self.size = folder, size
-        command = script(body, folder)
-        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(free_port()), "PYTHONPATH": PATH}
+        (python, *words), port = script(body, folder), str(free_port())
+        shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": port, "PYTHONPATH": PATH}
+        torchrun = ["-m", "torch.distributed.run", f"--nnodes={size}", "--nproc-per-node=1", f"--master-addr={host}"]
         self.processes = []
         for rank in range(size):
             mine = {"RANK": str(rank), "LOCAL_WORLD_SIZE": env.get("LOCAL_WORLD_SIZE", str(size)), **env}
+            start = [*torchrun, f"--master-port={port}", f"--node-rank={rank}"] if by_torchrun else []
+            command = [*before(rank), python, *start, *words]
             with open(folder / f"{rank}.out", "w") as out:
                 process = subprocess.Popen(
-                    [*before(rank), *command], env=os.environ | shared | mine, stdout=out, stderr=subprocess.STDOUT
+                    command, env=os.environ | shared | mine, stdout=out, stderr=subprocess.STDOUT
                 )
             self.processes.append(process)
 

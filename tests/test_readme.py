@@ -1,4 +1,4 @@
-"""The code of README and CHECKPOINTS runs and prints what it says."""
+"""The code of README, CHECKPOINTS and HOSTS runs and prints what it says."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
-PAGES = TEXT + (ROOT / "CHECKPOINTS.md").read_text()
+PAGES = TEXT + (ROOT / "CHECKPOINTS.md").read_text() + (ROOT / "HOSTS.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", PAGES, re.DOTALL)
 
 

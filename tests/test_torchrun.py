@@ -1,19 +1,24 @@
 """The ranks of torchrun: the same script, the same run on all of them, and what becomes of it when one is gone."""
 
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
-from ranks import Ranks, torchrun
-from toys import until
+from ranks import PATH, Ranks, free_port, torchrun
+from toys import DEADLINE_S, until
 
 import distlab as dl
 from distlab.clusters.line import Line, Listener, call
 from distlab.clusters.member import CONTEXT
 from distlab.errors import DistlabError
 
+HOSTS = Path(__file__).parents[1] / "HOSTS.md"
 FIXED = 7  # so many of these always end at the same bits
 SAME = """
 STRATEGIES = [
@@ -47,6 +52,25 @@ def test_same_script_ends_at_the_same_bits_on_every_cluster_and_on_every_rank(tm
     assert all(line["balances"] and line["version"] >= 12 for line in every[0])
     for lines in alone.values():
         assert [line["bits"] for line in lines[:FIXED]] == [line["bits"] for line in every[0][:FIXED]]
+
+
+def test_page_and_command_line_run_under_torchrun_and_say_it_once(tmp_path):
+    code, printed = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", HOSTS.read_text(), re.DOTALL)[0]
+    (tmp_path / "page.py").write_text(code)
+    assert started("page.py", folder=tmp_path) == printed
+    said = started("-m", "distlab", "train", "--torchrun", "--num-updates", "20", folder=tmp_path)
+    assert said.count("AsyncPS() on TorchrunCluster() of 2") == 1
+
+
+def started(*command: str, folder: Path) -> str:
+    """What torchrun prints, with two ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    env = os.environ | {"PYTHONPATH": PATH}
+    done = subprocess.run(
+        [*torchrun, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 LIFE = """
