@@ -2,8 +2,9 @@
 
 python benchmarks/hosts.py --latency-ms 5 --mbit 100
 
-The hosts are network namespaces (`tests/hosts.py`; it needs root on Linux). On a loopback the bytes of all ranks go through
-the same memory, and nobody sees what a hub costs; here each host has a network card, and the hub's is the narrow one.
+The hosts are network namespaces (`tests/hosts.py`; it needs root on Linux). On a loopback the bytes of all ranks go
+through the same memory, and nobody sees what a hub costs; here each host has a network card, and the hub's is the
+narrow one.
 """
 
 import os

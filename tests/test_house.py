@@ -169,8 +169,8 @@ for module in {["distlab", *core()]}:
     assert done.returncode == 0, done.stderr
 
 
-def test_floors_0_to_5_are_at_most_7000_lines_of_code():
-    assert lines([m for m in core() if floor(m) <= 5]) <= 7000
+def test_floors_0_to_5_are_at_most_8000_lines_of_code():
+    assert lines([m for m in core() if floor(m) <= 5]) <= 8000
 
 
 def test_package_is_at_most_10000_lines_of_code():
