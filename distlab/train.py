@@ -256,7 +256,8 @@ class LiveRun:
         error = "" if ending.error is None else one_line(ending.error)
         counts = self._strategy.layout(self._cluster.num_workers).counts
         said: dict[str, Any] = {"num_workers": counts.get("worker") or counts.get("replica", 1)}
-        said |= {"trace": trace.gather(events), "startup_s": first - self._began, "error": error}
+        said |= {"trace": trace.gather(events), "error": error}
+        said["startup_s"] = first - (self._began + self.launched.ahead_s)
         said |= {"begin": self._listener.begin, "clocks": ending.clocks}
         said["num_holders"] = counts.get(self._strategy.final, 0)
         return run_from(self._strategy, repr(self._cluster), self._task, ending.outcomes, **said)
@@ -346,8 +347,14 @@ def start(
     job = checked(task, strategy, cluster, num_updates, num_samples, num_batches)
     job = replace(job, evaluate_every=check_evaluation(task, evaluate_every))
     if cluster.is_chief:
-        job = replace(job, log_dir=check_log_dir(log_dir))
-        job = replace(job, **check_saving(task, strategy, job.num_updates, checkpoint_dir, checkpoint_every, resume))
+        try:
+            job = replace(job, log_dir=check_log_dir(log_dir))
+            job = replace(
+                job, **check_saving(task, strategy, job.num_updates, checkpoint_dir, checkpoint_every, resume)
+            )
+        except Exception as error:
+            cluster.call_off(error)
+            raise
     else:  # it looks after the files
         folders = [None if path is None else os.path.abspath(path) for path in (log_dir, checkpoint_dir)]
         job = replace(job, log_dir=folders[0], checkpoint_dir=folders[1], checkpoint_every=checkpoint_every)

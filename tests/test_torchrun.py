@@ -36,6 +36,7 @@ for strategy in STRATEGIES:
     run = dl.train(toys.regression(), strategy, cluster, num_updates=12, progress=False)
     say(run=run.strategy, bits=run.params.numpy().tobytes().hex(), version=run.version, who=run.who_applied,
         balances=run.ledger.balances, times=float(run.trace.rows["end_s"].sum()))
+    assert 0 < run.startup_s < 30
 """
 
 
@@ -160,6 +161,10 @@ caught(failing(OwnError), dl.AllReduce(on_too_few="stop"))
 caught(toys.spoiled(float("nan")), dl.SyncPS())
 caught(strategy=dl.SyncPS(num_backup_workers=1, late="cancel"))
 caught(strategy=dl.InGraph(place={"0": 0, "2": 1}))
+caught(resume=sys.argv[1] + "/nothing")
+cluster.close()
+caught()
+cluster = dl.TorchrunCluster()
 caught()
 """
 
@@ -171,7 +176,7 @@ def test_all_ranks_get_the_same_error(tmp_path):
     for line in zip(*every, strict=True):
         assert [said["error"] for said in line] == [line[0]["error"]] * 3
         assert [said["text"] for said in line] == [line[0]["text"]] * 3
-    none, number, strategy, known, own, loss, cancel, place, well = every[1]
+    none, number, strategy, known, own, loss, cancel, place, resume, closed, well = every[1]
     assert "num_updates" in none["text"]
     assert "rank 2 calls for a run with num_updates=21, rank 0 with 20" in number["text"]
     assert "rank 1 calls for a run with strategy='SyncPS()', rank 0 with 'AllReduce()'" in strategy["text"]
@@ -183,6 +188,9 @@ def test_all_ranks_get_the_same_error(tmp_path):
     assert loss["error"] == "NonFiniteLoss"
     assert "cannot be called off" in cancel["text"]
     assert "place needs 2 workers" in place["text"]
+    assert resume["error"] == "FileNotFoundError"
+    assert "there is no checkpoint in" in resume["text"]
+    assert closed["error"] == "ClusterClosed"
     assert well["error"] == "none"
 
 
@@ -235,6 +243,16 @@ def test_rank_that_ends_before_it_calls_is_named(tmp_path):
     with Ranks(body, 2, tmp_path) as ranks:
         ranks.wait()
         assert "rank 1 is gone" in ranks.said(0)[0]["text"]
+
+
+def test_one_rank_is_enough(tmp_path):
+    body = """
+    run = dl.train(toys.regression(), dl.SyncPS(), dl.TorchrunCluster(), num_updates=5, progress=False)
+    say(version=run.version, clocks=run.clocks)
+    """
+    with Ranks(body, 1, tmp_path) as ranks:
+        ranks.wait()
+        assert ranks.said(0) == [{"version": 5, "clocks": {}}]
 
 
 def test_without_torchrun_it_says_what_to_do(monkeypatch):

@@ -66,7 +66,13 @@ class Ending:
 
 
 class Launched(ABC):
-    """A run under way."""
+    """A run under way.
+
+    Attributes:
+        ahead_s: of this process's clock, the one of its events.
+    """
+
+    ahead_s: float = 0.0
 
     @abstractmethod
     def stop(self) -> None:
@@ -115,6 +121,9 @@ class Cluster(Options, ABC):
     @abstractmethod
     def launch(self, strategy: Strategy, job: Job, sink: Sink, *, paused: bool = False) -> Launched:
         """Start `strategy`'s processes on `job`; returns at once. A simulated run can begin paused."""
+
+    def call_off(self, error: BaseException) -> None:
+        """Let other ranks that wait for a run of this one know that there will be none, and why."""
 
     def close(self) -> None:
         """End what is running. A closed cluster refuses new runs."""

@@ -23,6 +23,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from distlab import errors
 from distlab.fabric import Peer, clock
 from distlab.fabric.meeting import Where
 from distlab.fabric.torch_fabric import TorchFabric
@@ -175,7 +176,7 @@ def told_of(error: BaseException, step: int) -> dict[str, Any]:
     pickled, line, text = describe(error)
     args = error.__reduce__()[1]
     plain = isinstance(args, tuple) and all(isinstance(arg, str | int | float | None) for arg in args)
-    name = type(error).__name__ if type(error).__module__ in ("builtins", "distlab.errors") and plain else ""
+    name = type(error).__name__ if type(error).__module__ in ("builtins", errors.__name__) and plain else ""
     said = {"name": name, "args": list(args) if name else [], "line": line, "text": text, "step": step}
     return said | {"pickled": "" if pickled is None else base64.b64encode(pickled).decode()}
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -109,6 +110,11 @@ class TorchrunCluster(Scenario, Cluster):
         reports = Reports(sink, self._crew, job.begin)
         return Processes(job, strategy, self, reports, Everywhere(self._crew, reports))
 
+    def call_off(self, error: BaseException) -> None:
+        with suppress(ProcessLost):
+            self._crew.calls()
+            self._crew.refuse(error)
+
     def close(self) -> None:
         super().close()
         self._crew.close()
@@ -141,8 +147,7 @@ class Crew:
         self.clocks: dict[int, tuple[float, float]] = {}
         self._silence_s, self._calls = silence_s, queue.SimpleQueue[tuple[int, Any]]()
         self._answers: queue.SimpleQueue[float] = queue.SimpleQueue()
-        made, _, _ = next(dist.rendezvous("env://"))
-        store = self._store = dist.PrefixStore(f"distlab/{next(_numbers)}", made)  # kept: rank 0 may be its server
+        store = dist.PrefixStore(f"distlab/{next(_numbers)}", meeting_place())
         if self.rank == 0:
             self._wait_for_others(store)
         else:
@@ -191,19 +196,27 @@ class Crew:
             ValueError: another rank calls for something else.
             ProcessLost: one is gone.
         """
+        for rank, said in self.calls().items():
+            if differ := [name for name in mine if said.get(name) != mine[name]]:
+                what = differ[0]
+                told = f"rank {rank} calls for a run with {what}={said.get(what)!r}, rank 0 with {mine[what]!r}"
+                raise self.refuse(ValueError(f"{told}: all ranks must run the same script"))
+        self.clocks = {rank: self._compare_clocks(line) for rank, line in self.lines.items()}
+
+    def calls(self) -> dict[int, Mapping[str, Any]]:
+        """What every other rank calls for, once all have; ProcessLost if one is gone."""
         calls: dict[int, Mapping[str, Any]] = {}
         while len(calls) < len(self.lines):
             rank, said = self._calls.get()
             if said is None or self.lines[rank].ended:
                 raise ProcessLost(f"rank {rank} is gone: {self.lines[rank].ended}")
             calls[rank] = said
-        for rank, said in calls.items():
-            if differ := [name for name in mine if said.get(name) != mine[name]]:
-                what = differ[0]
-                told = f"rank {rank} calls for a run with {what}={said.get(what)!r}, rank 0 with {mine[what]!r}"
-                self.tell("refuse", body=f"{told}: all ranks must run the same script".encode())
-                raise ValueError(f"{told}: all ranks must run the same script")
-        self.clocks = {rank: self._compare_clocks(line) for rank, line in self.lines.items()}
+        return calls
+
+    def refuse(self, error: BaseException) -> BaseException:
+        """There will be no run: let the call of every rank raise `error`, which is returned."""
+        self.tell("refuse", body=json.dumps(told_of(error, -1)).encode())
+        return error
 
     def _compare_clocks(self, line: Line) -> tuple[float, float]:
         """The other end's answer lies somewhere between the question and its arrival here: in the middle, or half of
@@ -228,6 +241,13 @@ class Crew:
         """Hang up."""
         for line in self.lines.values():
             line.close("the cluster was closed")
+
+
+@cache
+def meeting_place() -> Any:
+    """The store that torchrun told of. Kept, as rank 0 may be its server."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
 
 
 def own_address(host: str) -> str:
@@ -416,7 +436,7 @@ class Follower(Launched):
 
     def __init__(self, crew: Crew, strategy: Strategy, job: Job, sink: Sink, said: Mapping[str, Any]) -> None:
         self._crew, self._strategy, self._job, self._sink = crew, strategy, job, sink
-        self._line, self._here, self._ahead_s = crew.lines[0], here(crew), 0.0
+        self._line, self._here = crew.lines[0], here(crew)
         self._members: dict[int, Member] = {}
         self._ending, self._over = Ending(), threading.Event()
         self._line.obey, self._line.on_end = self._obey, self._lose
@@ -444,7 +464,7 @@ class Follower(Launched):
         if word == "o":
             said = from_bytes(body)
             begin = None if said["begin"] is None else Checkpoint(**said["begin"])
-            self._ahead_s = said["ahead_s"]
+            self.ahead_s = said["ahead_s"]
             self._here.open(self._strategy, replace(self._job, begin=begin))
         elif word == "s":
             self._start(number, json.loads(body))
@@ -453,14 +473,14 @@ class Follower(Launched):
         elif word == "v":
             self._sink.progress(number, NUMBER.unpack(body)[0])
         elif word == "r":
-            self._end(Ending(error=ValueError(body.decode())))
+            self._end(Ending(error=remade(json.loads(body))))
         elif word == "f":
             self._finish(from_bytes(body))
         else:
             self._crew.hear(0, word, body)
 
     def _start(self, number: int, said: dict[str, Any]) -> None:
-        member = self._members[number] = self._here.start(replace(place_of(said), ahead_s=self._ahead_s))
+        member = self._members[number] = self._here.start(replace(place_of(said), ahead_s=self.ahead_s))
         self._line.carry(2 * number, member.control)
         self._line.carry(2 * number + 1, member.out, plain=True)
         threading.Thread(target=self._await_end, args=(number, member), daemon=True).start()
