@@ -116,7 +116,7 @@ def train(
     **rest: Any,
 ) -> None:
     """Train one task under one strategy, and say who applied the updates."""
-    padded = {"compute_time_s": compute_time_s}
+    padded: dict[str, Any] = {"compute_time_s": compute_time_s}
     cluster: Any = dl.TorchrunCluster(**padded) if torchrun else dl.LocalCluster(num_workers, **padded)
     asked = ("evaluate_every", "log_dir", "checkpoint_dir", "checkpoint_every", "resume")
     looks: dict[str, Any] = {name: rest.pop(name) for name in asked} | {"progress": watched()}

@@ -348,10 +348,8 @@ def start(
     job = replace(job, evaluate_every=check_evaluation(task, evaluate_every))
     if cluster.is_chief:
         try:
-            job = replace(job, log_dir=check_log_dir(log_dir))
-            job = replace(
-                job, **check_saving(task, strategy, job.num_updates, checkpoint_dir, checkpoint_every, resume)
-            )
+            kept = check_saving(task, strategy, job.num_updates, checkpoint_dir, checkpoint_every, resume)
+            job = replace(job, log_dir=check_log_dir(log_dir), **kept)
         except Exception as error:
             cluster.call_off(error)
             raise
