@@ -149,6 +149,9 @@ def main(latency_ms: float, mbit: float, outputs: int) -> None:
         }
         rows.append({"strategy": one.name} | times | bytes_sent)
     click.echo(plots.table(rows))
+    for one, form in zip(made, ("ring", "star"), strict=False):
+        if not 0.8 < one.step_s / forms[form][1] < 1.2:
+            raise click.ClickException(f"{one.name} is not within 20 % of the closed form")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ def mac(number: int) -> bytes:
 
 def why_not() -> str:
     """Why there can be no hosts here; "" if there can."""
-    for command in ("ip netns add distlab-try", "ip netns del distlab-try", "unshare -T true"):
+    name = f"distlab-try-{os.getpid()}"
+    for command in (f"ip netns add {name}", f"ip netns del {name}", "unshare -T true"):
         try:
             done = subprocess.run(command.split(), capture_output=True, text=True)
         except FileNotFoundError:
