@@ -119,7 +119,7 @@ def test_host_that_stays_away_is_taken_for_dead_and_the_others_go_on(strategy, h
         ranks.wait(within_s=SLOW_S)
         last = [ranks.said(rank)[-1] for rank in range(SIZE)]
         assert "worker 2 (rank 2) was lost" in ranks.printed(0)
-        assert "rank 2 is gone: it was silent for 3 s" in ranks.printed(0)
+        assert "silent for 3 s" in ranks.printed(0)  # the process, or the host
     assert last[0] == last[1] == {"kinds": [["death", "worker 2"]], "balances": True, "replays": True}
     assert last[2]["error"] == "ProcessLost"
     assert "rank 0, which leads the run, is gone: it was silent for 3 s" in last[2]["text"]

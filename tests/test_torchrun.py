@@ -216,7 +216,7 @@ def test_rank_that_is_gone_takes_its_worker_and_the_others_go_on(strategy, how, 
         ranks.wait(0, 1)
         assert ranks.said(0)[1] == ranks.said(1)[1]
         assert ranks.said(0)[1] == {"version": 600, "deaths": ["worker 2"], "balances": True}
-        why = "it was silent for 3 s" if how == signal.SIGSTOP else "rank 2 is gone"
+        why = "silent for 3 s" if how == signal.SIGSTOP else "rank 2 is gone"  # the host, or the process
         assert why in ranks.printed(0)
 
 

@@ -49,6 +49,7 @@ class SimulatedRun(Launched):
         self._cluster, self._strategy, self._job, self._sink = cluster, strategy, job, sink
         self._layout = strategy.layout(cluster.num_workers)
         self._ending, self._over = Ending(), threading.Event()
+        self.ahead_s = -time.monotonic()  # the virtual clock begins now
         self._turn = threading.Condition()
         self._allowed: float = 0 if paused else math.inf  # events that may still happen before the next pause
         self._orders: list[Callable[[], None]] = []
