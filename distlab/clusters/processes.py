@@ -200,7 +200,7 @@ class Processes(Launched):
     def _revive(self, member: Member) -> None:
         """A new process, in the place of one that has died."""
         me = member.me
-        if member.control in self._open_ends:  # it is still there, or its death is not yet noticed
+        if member.control in self._open_ends or not self._all_linked:  # it is still there, or its death not yet noticed
             self.change(Change("revive", me.index, 0.0))
             return
         if not (member.said or self._failures or self._end_by_s < math.inf):
@@ -215,6 +215,11 @@ class Processes(Launched):
         self._begin(me)
         self._sink.events(notice(kind, self._members[me]))
         self._sink.output(me, f"{self._members[me]} {does}")
+
+    @property
+    def _all_linked(self) -> bool:
+        """Have all found each other that are there? Who comes before would be waited for as one of the first."""
+        return all(m.linked or m.said for m in self._members.values() if m.control in self._open_ends)
 
     def _staying(self) -> list[int]:
         """The workers that are there and have not been asked to leave."""
@@ -233,7 +238,8 @@ class Processes(Launched):
             return
         staying = self._staying()
         me = Peer("worker", next(i for i in range(len(staying) + 1) if i not in staying))
-        if me in self._members and self._members[me].control in self._open_ends:  # it is about to leave
+        about_to_leave = me in self._members and self._members[me].control in self._open_ends
+        if about_to_leave or not self._all_linked:
             self.change(Change("add_worker", -1, 0.0))
         else:
             self._come(me, "join", "joins")

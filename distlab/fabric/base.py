@@ -249,8 +249,16 @@ class Fabric(ABC):
         """The link to one process."""
 
     def links(self, role: str) -> list[Link]:
-        """The links to every process of a role but this one, by index; those that are gone are left out."""
-        return [self.link(*peer) for peer in self.members.present(self.others(role))]
+        """The links to every process of a role but this one, by index."""
+        return [self.link(*peer) for peer in self.linked(role)]
+
+    def linked(self, role: str) -> list[Peer]:
+        """Those of a role that this process has a link to; those that are gone, or have just come, are left out."""
+        return [peer for peer in self.members.present(self.others(role)) if self.has_link(peer)]
+
+    @abstractmethod
+    def has_link(self, peer: Peer) -> bool:
+        """Is there a link to this process?"""
 
     def others(self, role: str) -> list[Peer]:
         """Every process of a role but this one, by index, there or not."""

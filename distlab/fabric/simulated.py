@@ -318,6 +318,9 @@ class SimulatedFabric(Fabric):
     def link(self, role: str, index: int) -> Link:
         return self._links[Peer(role, index)]
 
+    def has_link(self, peer: Peer) -> bool:
+        return peer in self._links
+
     def spawn(self, function: Callable[..., None], *args: Any) -> Running:
         return Task(self, function, args)
 

@@ -165,7 +165,9 @@ class Group:
 
     def _form_first(self) -> None:
         """On the links that are there: if somebody has died by now, those who have not heard of it wait at them."""
-        self._era, self._peers = 0, [Peer("worker", i) for i in range(self._fabric.counts["worker"])]
+        fabric = self._fabric
+        others = [peer for peer in fabric.others("worker") if fabric.has_link(peer)]  # not to one that has just come
+        self._era, self._peers = 0, sorted([fabric.me, *others])
         self._take_places()
         try:
             self.check()
@@ -267,10 +269,10 @@ class Group:
         members = self._fabric.members
         if any(peer not in members.returned for peer in self._peers):
             return
-        if members.left:
+        if members.left - members.parted:
             raise TooLate(str(self._fabric.me))
         raise ProcessLost(
-            "all ranks have been lost, each before another that came back had its state: the parameters are gone"
+            "all ranks have been lost, or have left, before another that came had their state: the parameters are gone"
         )
 
     def _give(self, behind: Sequence[int], waiting: int) -> None:
