@@ -242,3 +242,37 @@ def test_stream_is_dealt_anew_by_hand():
     stream.deal(Deal(2, 6, 0, 1), Deal(4, 8, 1, 2))
     assert [stream.place(k) for k in range(2, 7)] == [6, 7, 9, 11, 13]
     assert stream.indices(4).equal(stream.at(9))
+
+
+@pytest.mark.parametrize("links", ["memory", "gloo"])
+@pytest.mark.parametrize("strategy", [dl.AllReduce(), dl.SyncPS(), dl.Hogwild()], ids=repr)
+def test_worker_may_be_added_before_the_first_step(strategy, links):
+    """Some processes hear of it before they have begun, and some after."""
+    with dl.LocalCluster(2, links=links) as cluster:
+        for _ in range(3):
+            run = dl.train(regression(), strategy, cluster.add_worker(at_s=0.0), num_updates=60, progress=False)
+            assert run.num_updates == 60
+            assert run.ledger.balances
+
+
+def test_last_rank_that_was_to_leave_stays_if_all_others_die():
+    cluster = SIMULATED.remove_worker(worker=0, at_s=0.25).kill(worker=1, at_s=0.26).kill(worker=2, at_s=0.27)
+    run = train(regression(), dl.AllReduce(), cluster, 20)
+    assert run.num_updates == 20
+    assert set(run.applies["worker"][run.applies["version"] == 20].tolist()) == {0}
+
+
+@pytest.mark.parametrize("strategy", [dl.AsyncPS(), dl.AllReduce()], ids=repr)
+def test_run_whose_last_workers_die_after_others_have_left_ends_with_an_error(strategy):
+    cluster = dl.SimulatedCluster(2, compute=0.1).remove_worker(worker=0, at_s=0.25).kill(worker=1, at_s=0.85)
+    with pytest.raises(dl.DistlabError, match=r"worker 1 was lost|the last worker"):
+        train(regression(), strategy, cluster, 50)
+
+
+def test_worker_whose_stop_is_still_on_its_way_is_not_taken_for_the_one_that_has_its_number_now():
+    slow = dl.Network(latency_s=0.02, bandwidth_bytes_per_s=1e5)
+    cluster = dl.SimulatedCluster(2, compute=0.1, network=slow).remove_worker(worker=1, at_s=0.2)
+    for at_s in (0.31, 0.33, 0.35, 0.37, 0.4):
+        run = train(regression(), dl.AsyncPS(), cluster.add_worker(at_s=at_s), 20)
+        assert {"worker 0", "worker 1"} == set(run.steps)
+        assert max(e.version for e in run.ledger.entries if e.worker == 1) > 15
