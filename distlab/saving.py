@@ -29,7 +29,6 @@ from distlab.checkpoint import (
     write,
 )
 from distlab.fabric import Peer
-from distlab.fabric.saver import AT_END
 from distlab.options import check_count
 from distlab.packing import unpacked
 from distlab.strategies.base import Job, Strategy
@@ -95,9 +94,9 @@ class Collector:
                 what.set()
             elif isinstance(what, bool):
                 (self._live.add if what else self._live.discard)(who)
-                self._given[who] = [part for part in self._given[who] if part["number"] < AT_END]  # one that had left
             else:
-                self._given[who].append(unpacked(what))
+                part = unpacked(what)  # of another life than those before, maybe
+                self._given[who] = [p for p in self._given[who] if p["life"] == part["life"]] + [part]
             try:
                 self._write()
             except Exception as error:  # such as a full disk: training goes on, and so does the last good checkpoint

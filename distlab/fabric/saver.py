@@ -27,6 +27,7 @@ class Saver:
         every: hand over at the first version from each multiple of this on; None: at the end only.
         begin: what the run goes on from.
         hand_over: called with each part, as bytes.
+        life: a number that no other process of that name has had.
 
     Attributes:
         speaks: is it for this process to hand over what others hold too?
@@ -38,9 +39,10 @@ class Saver:
         every: int | None = None,
         begin: Checkpoint | None = None,
         hand_over: Callable[[Tensor], None] | None = None,
+        life: int = 0,
     ) -> None:
         self.begin, self.speaks = begin, lambda: True  # type: Checkpoint | None, Callable[[], bool]
-        self._me, self._every, self._hand_over = me, every or math.inf, hand_over
+        self._me, self._every, self._hand_over, self._life = me, every or math.inf, hand_over, life
         self._common: list[tuple[Ranges, Callable[[], dict[str, Any]]]] = []
         self._own: dict[str, Callable[[], Any]] = {}
         self._said = begin.version if begin is not None else 0  # the newest version that was handed over
@@ -77,4 +79,4 @@ class Saver:
         common = [(ranges, state()) for ranges, state in self._common] if self.speaks() else []
         own = {name: state() for name, state in self._own.items()}
         assert self._hand_over is not None, "nobody asked"
-        self._hand_over(packed({"number": number, "common": common, "own": own}))
+        self._hand_over(packed({"number": number, "common": common, "own": own, "life": self._life}))

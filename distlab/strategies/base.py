@@ -318,7 +318,7 @@ def outcome_of(strategy: Strategy, fabric: Fabric, job: Job, hand_over: Callable
     """
     begin = None if fabric.members.era else job.begin  # who comes later is told by others how things are
     asked = hand_over if job.checkpoint_dir is not None else None
-    fabric.saver = Saver(str(fabric.me), job.checkpoint_every, begin, asked)
+    fabric.saver = Saver(str(fabric.me), job.checkpoint_every, begin, asked, fabric.members.era)
     try:
         outcome = strategy.run(fabric, job)
         fabric.saver.finish()
