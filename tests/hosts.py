@@ -22,12 +22,12 @@ TUNSETIFF, TAP, NO_HEADER = 0x400454CA, 0x0002, 0x1000
 MTU = 9000
 FRAME_BYTES = MTU + 64
 BROADCAST = b"\xff" * 6
-TUNING = (  # as on hosts that are far apart: windows that the whole way fits into, from the beginning, and for good
-    "net.ipv4.tcp_congestion_control=reno",  # always there, and it fills a queue that drops nothing
-    "net.ipv4.tcp_slow_start_after_idle=0",
-    "net.ipv4.tcp_rmem=4096 4194304 16777216",
-    "net.ipv4.tcp_wmem=4096 4194304 16777216",
-)
+TUNING = {  # as on hosts that are far apart: windows that the whole way fits into, from the beginning, and for good
+    "tcp_congestion_control": "reno",  # always there, and it fills a queue that drops nothing
+    "tcp_slow_start_after_idle": "0",
+    "tcp_rmem": "4096 4194304 16777216",
+    "tcp_wmem": "4096 4194304 16777216",
+}
 AHEAD_S = 1000  # each host's clock is so far ahead of the one before
 
 
@@ -78,7 +78,8 @@ class Hosts:
             run(*inside, "ip", "address", "add", f"{self.address(i)}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):
                 run(*inside, "ip", "link", "set", interface, "up")
-            run(*inside, "sysctl", "-qw", *TUNING)
+            for setting, value in TUNING.items():
+                run(*inside, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}")
 
     @property
     def names(self) -> list[str]:
