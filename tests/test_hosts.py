@@ -13,7 +13,11 @@ from ranks import Ranks
 from test_torchrun import FIXED, SAME
 from toys import DEADLINE_S, until
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no network namespaces here: {why_not()}")
+WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.skipif(bool(WHY_NOT), reason=f"no network namespaces here: {WHY_NOT}"),
+    pytest.mark.timeout(400),
+]
 SIZE, LATENCY_S, BITS_PER_S = 3, 5e-3, 100e6
 OUTPUTS = 300  # of the model that is measured: it has a thousand times as many parameters
 SPEC = importlib.util.spec_from_file_location("hosts_benchmark", Path(__file__).parents[1] / "benchmarks" / "hosts.py")

@@ -156,6 +156,7 @@ def failing(kind):
 caught(num_updates=0)
 caught(num_updates=20 + (rank == 2))
 caught(strategy=dl.SyncPS() if rank == 1 else dl.AllReduce())
+caught(toys.regression(train=(torch.ones(61, 5).double(), torch.full((61, 1), float(rank == 2)).double())))
 caught(failing(KeyError), dl.SyncPS())
 caught(failing(OwnError), dl.AllReduce(on_too_few="stop"))
 caught(toys.spoiled(float("nan")), dl.SyncPS())
@@ -176,10 +177,12 @@ def test_all_ranks_get_the_same_error(tmp_path):
     for line in zip(*every, strict=True):
         assert [said["error"] for said in line] == [line[0]["error"]] * 3
         assert [said["text"] for said in line] == [line[0]["text"]] * 3
-    none, number, strategy, known, own, loss, cancel, place, resume, closed, well = every[1]
+    none, number, strategy, data, known, own, loss, cancel, place, resume, closed, well = every[1]
     assert "num_updates" in none["text"]
     assert "rank 2 calls for a run with num_updates=21, rank 0 with 20" in number["text"]
     assert "rank 1 calls for a run with strategy='SyncPS()', rank 0 with 'AllReduce()'" in strategy["text"]
+    assert "rank 2 calls for a run with a checksum of its data=" in data["text"]
+    assert "seed what it draws" in data["text"]
     assert (known["error"], known["text"]) == ("KeyError", "'in vain'")
     assert "raised on worker 2 (rank 2) at step 2" in known["notes"][0]
     assert 'raise kind("in vain")' in known["cause"]

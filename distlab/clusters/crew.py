@@ -8,23 +8,27 @@ import secrets
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from distlab.checkpoint import facts_of
 from distlab.clusters.home import Here
 from distlab.clusters.line import Line, Listener, call
 from distlab.clusters.process import told_of
+from distlab.data import tensors_of
 from distlab.errors import DistlabError, ProcessLost
 from distlab.fabric.meeting import Where
 from distlab.strategies.base import Job, Strategy
 
 PINGS = 16  # for a clock: the quickest counts
+SAMPLES = 1000  # of a data set, for its checksum
 JOIN_S = 300.0  # how long rank 0 waits for the others at first
 NUMBER = struct.Struct("<d")
 _numbers = itertools.count()
@@ -103,7 +107,7 @@ class Crew:
             if differ := [name for name in mine if said.get(name) != mine[name]]:
                 what = differ[0]
                 told = f"rank {rank} calls for a run with {what}={said.get(what)!r}, rank 0 with {mine[what]!r}"
-                raise self.refuse(ValueError(f"{told}: all ranks must run the same script"))
+                raise self.refuse(ValueError(f"{told}: all ranks run the same script, and seed what it draws"))
         self.clocks = {rank: self._compare_clocks(line) for rank, line in self.lines.items()}
 
     def calls(self) -> dict[int, Mapping[str, Any]]:
@@ -169,4 +173,12 @@ def call_of(strategy: Strategy, job: Job, cluster: str) -> dict[str, Any]:
     """What every rank must ask for alike."""
     task, names = job.task, ("num_updates", "num_batches", "evaluate_every", "checkpoint_every")
     said = facts_of(task, repr(strategy), strategy.optimizer(task)) | {name: getattr(job, name) for name in names}
-    return json.loads(json.dumps({**said, "batch_size": task.batch_size, "cluster": cluster}))
+    said |= {"a checksum of its data": checksum(task.train), "batch_size": task.batch_size, "cluster": cluster}
+    return json.loads(json.dumps(said))
+
+
+def checksum(data: Any) -> int | None:
+    """Of tensors, or of a thousand of their samples; None of a data set that makes them."""
+    some = [part[:: len(part) // SAMPLES + 1].contiguous().view(-1) for part in tensors_of(data) or ()]
+    sums = [zlib.crc32(part.view(torch.uint8).numpy().tobytes()) for part in some]
+    return zlib.crc32(repr(sums).encode()) if sums else None
