@@ -60,7 +60,8 @@ class Follower(Launched):
         elif word == "s":
             self._start(number, json.loads(body))
         elif word == "k":
-            self._members[number].signal(body[0])
+            if number in self._members:
+                self._members[number].signal(body[0])
         elif word == "v":
             self._sink.progress(number, NUMBER.unpack(body)[0])
         elif word == "r":
@@ -82,6 +83,7 @@ class Follower(Launched):
             self._line.say("gone", number, str(member.process.exitcode).encode())
 
     def _finish(self, said: dict[str, Any]) -> None:
+        self._line.drop(*(channel for number in self._members for channel in (2 * number, 2 * number + 1)))
         rows = np.frombuffer(said["rows"].numpy().tobytes(), EVENT)
         self._sink.events(rows)
         self._sink.began_at(None if said["begin"] is None else Checkpoint(**said["begin"]))

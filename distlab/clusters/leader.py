@@ -1,5 +1,6 @@
 """Rank 0's side of a run under torchrun: processes on other ranks' hosts, and what those ranks are told."""
 
+import itertools
 import json
 import signal
 import threading
@@ -25,6 +26,7 @@ from distlab.packing import to_bytes
 from distlab.strategies.base import Job, Outcome, Strategy
 from distlab.trace import EVENT
 
+_numbers = itertools.count()  # of processes, and none is used again: there may still be news of an older one
 REPORT_S = 0.25  # how often those who follow hear how far the run is
 
 
@@ -76,7 +78,7 @@ class Everywhere:
         self._crew, self._reports = crew, reports
         self._here, self._members = here(crew), dict[int, FarMember]()
         for rank, line in crew.lines.items():
-            line.obey = self._hear
+            line.obey = lambda word, number, body, rank=rank: self._hear(rank, word, number, body)  # type: ignore[misc]
             line.on_end = lambda rank=rank: self._lose(rank)  # type: ignore[misc]
 
     def open(self, strategy: Strategy, job: Job) -> None:
@@ -93,7 +95,7 @@ class Everywhere:
         return self._start_far(rank, place) if rank else self._here.start(place)
 
     def _start_far(self, rank: int, place: Place) -> Member:
-        line, number = self._crew.lines[rank], len(self._members)
+        line, number = self._crew.lines[rank], next(_numbers)
         control, its_control = CONTEXT.Pipe()
         out, its_out = CONTEXT.Pipe(duplex=False)
         member = self._members[number] = FarMember(place.me, Far(line, number), control, out, pid=-1)
@@ -112,8 +114,10 @@ class Everywhere:
         self._crew.listen()  # for the next call
         self._crew.tell("finish", body=to_bytes(self._reports.all_of(ending)))
 
-    def _hear(self, word: str, number: int, body: bytes) -> None:
-        if word == "g":
+    def _hear(self, rank: int, word: str, number: int, body: bytes) -> None:
+        if word != "g":
+            self._crew.hear(rank, word, body)
+        elif number in self._members:
             self._members[number].process.has_ended(int(body))
 
     def _lose(self, rank: int) -> None:
@@ -173,8 +177,9 @@ class Reports:
         self._sink.part(who, data)
 
     def go_back(self) -> Checkpoint | None:
-        self._begin = self._sink.go_back()
-        return self._begin
+        kept = self._sink.go_back()
+        self._begin = kept or self._begin
+        return kept
 
     def progress(self, version: int, loss: float) -> None:
         self._sink.progress(version, loss)

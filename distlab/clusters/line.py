@@ -73,7 +73,7 @@ class Line:
             self._numbers[end] = number, plain
 
     def drop(self, *numbers: int) -> None:
-        """Carry these no more: who reads from them finds their end."""
+        """Carry these no more: who reads from them finds their end. Only where nobody else hears at the time."""
         for number in numbers:
             end = self._carried.pop(number, None)
             if end is not None:
@@ -100,6 +100,9 @@ class Line:
                 self._look_at_the_clock()
         except (OSError, EOFError, DistlabError) as error:
             self.close(str(error) or "it closed its connection")
+        except Exception as error:  # in obeying: nobody would hear what comes next
+            self.close(f"{type(error).__name__}: {error}")
+            raise
 
     def _hear(self) -> None:
         data = self._end.recv_bytes()

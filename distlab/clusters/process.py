@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -174,7 +175,9 @@ def describe(error: BaseException) -> tuple[bytes | None, str, str]:
 def told_of(error: BaseException, step: int) -> dict[str, Any]:
     """An exception as JSON: by name and arguments, if that is enough, and pickled, for who may open that."""
     pickled, line, text = describe(error)
-    args = error.__reduce__()[1]
+    args: Any = None
+    with suppress(Exception):  # somebody's own
+        args = error.__reduce__()[1]
     plain = isinstance(args, tuple) and all(isinstance(arg, str | int | float | None) for arg in args)
     name = type(error).__name__ if type(error).__module__ in ("builtins", errors.__name__) and plain else ""
     said = {"name": name, "args": list(args) if name else [], "line": line, "text": text, "step": step}
