@@ -37,7 +37,7 @@ class Run:
         version: how many updates are in them.
         local: the chief's buffers and frozen parameters.
         steps: batches that each worker finished, by name.
-        num_workers: how many workers the stream of samples was dealt to.
+        num_workers: how many workers the stream of samples was dealt to at first.
         replicas: the parameters that each worker held at the end, by name, where workers hold any.
         startup_s: from the call to the first event.
         error: what ended it early, as text; "" otherwise.

@@ -135,8 +135,10 @@ class Processes(Launched):
             self._ending.error = error
         if self._ending.error is not None and self._killed:
             self._ending.error = ProcessLost(f"the run was ended by {self._killed}")
-        self._end()
-        self._over.set()
+        try:
+            self._end()
+        finally:
+            self._over.set()
 
     def _end(self) -> None:
         for member in [*self._members.values(), *self._ended]:

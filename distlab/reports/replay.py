@@ -101,7 +101,7 @@ def replay(
 
     Args:
         strategy: the run's, for its rule and its shards.
-        num_workers: how many the stream of samples was dealt to.
+        num_workers: how many there were at first.
         lr: another learning rate, for the same arrivals.
         without_worker: leave this worker's gradients out; the others arrive as they did.
         begin: the checkpoint that the run went on from, or went back to last.

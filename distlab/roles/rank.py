@@ -29,11 +29,8 @@ class Rank:
         shares = exchange.shares[:-1]  # the last bucket waits for `mean`: until then nobody can apply a gradient of nan
         self._parts = Parts([FORWARD + (1 - FORWARD) * share for share in shares], self._is_there)
         self._there, self._broken = 0, None  # type: int, PeerLost | None
-        self._leaves, self._leavers, self._news = (
-            False,
-            0,
-            0,
-        )  # is this rank to leave, how many are, how many heard news
+        self._leaves = False  # is this rank to leave?
+        self._leavers = self._news = 0  # how many are, and how many know of somebody who has come
         self._summing: Running | None = None
         self._missing: list[set[int]] = []  # of each bucket, the parameters whose gradient is not there yet
         if len(exchange.buckets) > 1:
