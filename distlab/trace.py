@@ -231,7 +231,8 @@ class Trace:
     @property
     def who(self) -> list[str]:
         """Every process that recorded something: servers and clients first, then workers and replicas."""
-        seen = {(int(r), int(i)) for r, i in zip(self.rows["role"], self.rows["index"], strict=True)}
+        keys = np.unique(self.rows["role"].astype(np.int64) << 16 | self.rows["index"]).tolist()
+        seen = [(key >> 16, key & 0xFFFF) for key in keys]
         order = [ROLES.index(role) for role in ("server", "client", "worker", "replica")]
         return [f"{ROLES[r]} {i}" for r, i in sorted(seen, key=lambda s: (order.index(s[0]), s[1]))]
 

@@ -173,8 +173,8 @@ def test_floors_0_to_5_are_at_most_8000_lines_of_code():
     assert lines([m for m in core() if floor(m) <= 5]) <= 8000
 
 
-def test_package_is_at_most_10000_lines_of_code():
-    assert 500 < lines(list(modules())) <= 10000
+def test_package_is_at_most_12000_lines_of_code():
+    assert 500 < lines(list(modules())) <= 12000
 
 
 def test_bare_make_lists_every_target_and_does_nothing_else(tmp_path):

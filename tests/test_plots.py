@@ -1,10 +1,14 @@
 """What is in the pictures: as many marks as there are events."""
 
+import numpy as np
 import pytest
-from toys import countdown
+from matplotlib.colors import to_rgba
+from toys import countdown, regression
 
 import distlab as dl
+from distlab import plots
 from distlab.plots import plot_timeline
+from distlab.trace import EVENT, KINDS, Trace
 
 
 def picture(strategy: dl.Strategy):
@@ -35,3 +39,132 @@ def test_timeline_shows_what_was_cancelled():
 @pytest.mark.parametrize("strategy", [dl.AsyncPS(), dl.SyncPS()], ids=repr)
 def test_timeline_of_a_run_without_drops_has_none_in_its_legend(strategy):
     assert "dropped" not in legend(picture(strategy)[1])
+
+
+# What there is in numbers is there in the picture
+
+
+@pytest.fixture(scope="module")
+def slow_one():
+    """Four workers, one of them slow and one that dies, on a network that can be seen."""
+    compute, network = dl.laws.Exponential(mean_s=0.1), dl.Network(latency_s=0.01, bandwidth_bytes_per_s=1e6)
+    cluster = dl.SimulatedCluster(4, compute=compute, network=network).slow(worker=2, factor=3).kill(worker=3, at_s=2)
+    return dl.train(regression(), dl.SyncPS(num_backup_workers=1), cluster, num_updates=30, progress=False)
+
+
+@pytest.fixture(scope="module")
+def hogs():
+    cluster = dl.SimulatedCluster(4, compute=dl.laws.Exponential(mean_s=0.1))
+    return dl.train(regression(), dl.AsyncPS(), cluster, num_updates=200, progress=False)
+
+
+def widths(figure) -> dict[str, float]:
+    """Of all bars with a label together."""
+    return {bars.get_label(): sum(bar.get_width() for bar in bars) for bars in figure.axes[0].containers}
+
+
+def test_ledger_in_the_picture_is_the_ledger(slow_one):
+    counts = {fate: count for fate, count in slow_one.ledger.counts.items() if count}
+    assert widths(plots.plot_ledger(slow_one)) == counts
+    assert set(counts) >= {"applied", "dropped"}
+
+
+def test_traffic_in_the_picture_is_what_was_sent(slow_one):
+    found = widths(plots.plot_traffic(slow_one))
+    assert sum(found.values()) == pytest.approx(slow_one.bytes_sent / 1e6)
+    pushed = slow_one.trace.select("push")["bytes"].sum() / 1e6
+    assert found["to a server"] == pytest.approx(pushed)
+    assert set(found) == {"to a server", "to a worker"}
+
+
+@pytest.mark.parametrize("strategy", [dl.AllReduce(), dl.InGraph(), dl.LocalSGD(every=2)], ids=repr)
+def test_traffic_of_every_kind_is_there(strategy):
+    run = dl.train(regression(), strategy, dl.SimulatedCluster(3), num_updates=3, progress=False)
+    assert sum(widths(plots.plot_traffic(run)).values()) == pytest.approx(run.bytes_sent / 1e6)
+
+
+def test_utilization_is_the_time_that_was_spent(slow_one):
+    figure = plots.plot_utilization(slow_one)
+    colours = {bars.patches[0].get_facecolor(): bars for bars in figure.axes[0].containers}
+    computing = colours[to_rgba(plots.ACTIVITIES["compute"][0])]
+    rows = slow_one.trace.select("compute", who="worker 0")
+    share = (rows["end_s"] - rows["start_s"]).sum() / slow_one.seconds
+    assert computing.patches[slow_one.trace.who.index("worker 0")].get_width() == pytest.approx(share, abs=0.01)
+    for place in range(len(slow_one.trace.who)):
+        assert sum(bars.patches[place].get_width() for bars in figure.axes[0].containers) <= 1.001
+
+
+def test_staleness_shares_add_up_and_have_the_runs_mean(hogs):
+    figure = plots.plot_staleness(hogs)
+    bars = figure.axes[0].containers[0]
+    assert sum(bar.get_height() for bar in bars) == pytest.approx(1)
+    mean = sum(bar.get_height() * (bar.get_x() + bar.get_width() / 2) for bar in bars)
+    assert mean == pytest.approx(hogs.mean_staleness)
+    assert "4 workers, exponential times" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert figure.axes[0].lines[1].get_ydata()[0] == pytest.approx(1 / 4)
+
+
+def test_theory_of_old_gradients_is_not_drawn_where_there_are_none(slow_one):
+    assert len(plots.plot_staleness(slow_one).axes[0].lines) == 1  # the mean
+
+
+def test_space_time_diagram_has_an_arrow_from_each_read_to_its_apply(hogs):
+    figure = plots.plot_versions(hogs)
+    arrows = figure.axes[0].collections[0]
+    who, rows = hogs.trace.who, hogs.applies
+    assert len(arrows.get_segments()) == len(rows) == 200
+    (start_s, reader), (end_s, applier) = arrows.get_segments()[7].tolist()
+    assert (who[int(reader)], who[int(applier)]) == (f"worker {rows['worker'][7]}", "server 0")
+    begun = hogs.trace.select("compute", worker=int(rows["worker"][7]))
+    assert start_s in begun["start_s"]
+    assert end_s == rows["end_s"][7]
+    assert arrows.get_array().tolist() == (rows["version"] - 1 - rows["read"]).tolist()
+
+
+def test_speedup_begins_at_its_base_and_counts_runs_of_each_size():
+    runs = [
+        dl.train(regression(), dl.AllReduce(), dl.SimulatedCluster(n, compute=0.1), num_updates=5, progress=False)
+        for n in (2, 4)
+    ]
+    figure = plots.plot_speedup({"runs": runs, "rates": {1: 10.0, 3: 25.0}}, theory={"half": lambda n: n / 2})
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    assert lines["rates"].get_xydata().tolist() == [[1, 1], [3, 2.5]]
+    assert lines["runs"].get_xydata()[0].tolist() == [2, 2]
+    assert lines["runs"].get_xydata()[1][1] == pytest.approx(4, rel=0.01)
+    assert lines["half"].get_ydata().tolist() == [0.5, 1.0, 1.5, 2.0]
+
+
+def many(count: int) -> Trace:
+    """A trace of so many events of eight servers."""
+    rows, rng = np.zeros(count, EVENT), np.random.default_rng(0)
+    rows["kind"] = rng.choice([KINDS.index(kind) for kind in ("compute", "push", "wait", "apply")], count)
+    rows["index"], rows["step"] = rng.integers(0, 8, count), np.arange(count)
+    rows["worker"], rows["start_s"] = rows["index"], np.sort(rng.uniform(0, 100, count))
+    rows["end_s"] = rows["start_s"] + 1e-4
+    rows["version"], rows["bytes"] = np.arange(count) + 1, 100
+    return Trace(rows)
+
+
+def test_a_long_stretch_is_put_together_and_says_so():
+    trace = many(40_000)
+    figure = plots.plot_timeline(trace, to_s=100.0)
+    boxes = sum(len(bars.get_paths()) for bars in figure.axes[0].collections)
+    assert 1000 < boxes < 40_000 / 2
+    assert "40,000 events, put together" in figure.axes[0].get_title(loc="right")
+    assert "put together" not in plots.plot_timeline(many(500), to_s=100.0).axes[0].get_title(loc="right")
+    assert "the first 400 of" in plots.plot_versions(hogs_twice()).axes[0].get_title(loc="left")
+
+
+def hogs_twice() -> dl.Run:
+    """More gradients than arrows that can be told apart."""
+    return dl.train(countdown(), dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=500, progress=False)
+
+
+@pytest.mark.parametrize(
+    "plot", [plots.plot_ledger, plots.plot_traffic, plots.plot_utilization, plots.plot_staleness, plots.plot_versions]
+)
+def test_nothing_to_draw_is_said(plot):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot(Trace(np.zeros(0, EVENT)))
+    with pytest.raises(TypeError, match="this takes a run or a trace"):
+        plot([1, 2])

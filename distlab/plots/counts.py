@@ -1,0 +1,196 @@
+"""Counts: how old gradients are, what became of them, and how many bytes went where."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from distlab.options import options
+from distlab.plots.paper import BLUE, FATES, GREY, ORANGE, PINK, RED, SKY, blank, shown, trace_of
+from distlab.reports import ledger
+from distlab.run import Run
+from distlab.theory import staleness_probability
+from distlab.trace import ROLES, Trace, name
+
+AGES = ListedColormap(colormaps["cividis_r"](np.linspace(0.2, 1, 256)))  # without what is pale on white
+MOST_ARROWS = 400  # of a space-time diagram: among more nobody finds one
+WHERE = {
+    "server": (ORANGE, "///"),
+    "worker": (BLUE, ""),
+    "client": (PINK, "..."),
+    "replica": (SKY, "\\\\"),
+    "": (GREY, "xx"),
+}
+
+
+@options
+def plot_staleness(of: Trace | Run, *, num_workers: int | None = None) -> Figure:
+    """How old the applied gradients were: the share of each staleness, and their mean.
+
+    Args:
+        of: a run, or a trace.
+        num_workers: draw beside it what so many workers with exponential compute times come to (see
+            `theory.staleness_probability`); None: of a run that has any, its own number.
+
+    >>> import distlab as dl
+    >>> run = dl.train(dl.tasks.digits(), dl.AsyncPS(), dl.SimulatedCluster(4), num_updates=40, progress=False)
+    >>> plot_staleness(run).axes[0].get_xlabel()
+    'staleness (updates between read and apply)'
+    """
+    trace = trace_of(of)
+    rows = of.applies if isinstance(of, Run) else trace.applies
+    if not len(rows):
+        raise ValueError("nothing was applied: there is nothing to draw")
+    ages = rows["version"] - 1 - rows["read"]
+    if num_workers is None and isinstance(of, Run) and ages.any():
+        num_workers = of.num_workers
+    values, counts = np.unique(ages, return_counts=True)
+    figure, axes = blank(6.5, 3.2)
+    axes.bar(values, counts / len(ages), width=0.8, color=BLUE, label=f"measured, {len(ages):,} gradients")
+    axes.axvline(ages.mean(), color=RED, linestyle="--", linewidth=1.2, label=f"mean {ages.mean():.2f}")
+    if num_workers is not None and num_workers > 1:
+        all_ages = np.arange(0, max(int(values.max()), 2 * num_workers) + 1)
+        expected = [staleness_probability(int(age), num_workers) for age in all_ages]
+        told = f"{num_workers} workers, exponential times"
+        axes.plot(all_ages, expected, "o-", color=ORANGE, markersize=3, linewidth=1, label=told)
+    axes.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients")
+    axes.set_xlim(-0.9, max(float(values.max()), 4.0) + 0.9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, fontsize="small")
+    return shown(figure)
+
+
+@options
+def plot_versions(of: Trace | Run, *, from_s: float = 0.0, to_s: float | None = None) -> Figure:
+    """A space-time diagram: a line per process, and for each gradient an arrow from where its parameters were read to
+    where it was applied, darker the older it was.
+
+    Args:
+        of: a run, or a trace.
+        from_s, to_s: which stretch of it, by the time of the apply; by default from the first apply on, for so many
+            arrows as can be told apart.
+
+    >>> import distlab as dl
+    >>> run = dl.train(dl.tasks.digits(), dl.SyncPS(), dl.SimulatedCluster(3), num_updates=4, progress=False)
+    >>> len(plot_versions(run).axes[0].collections[0].get_segments())
+    12
+    """
+    trace = trace_of(of)
+    who = trace.who
+    rows = of.applies if isinstance(of, Run) else trace.applies
+    rows = rows[(rows["end_s"] >= from_s) & (rows["end_s"] <= (np.inf if to_s is None else to_s))]
+    left_out = max(len(rows) - MOST_ARROWS, 0)
+    rows = rows[:MOST_ARROWS]
+    if not len(rows):
+        raise ValueError(f"nothing was applied from {from_s:g} s on: there is nothing to draw")
+    begun = {(w, s): start for w, s, start in trace.select("compute")[["worker", "step", "start_s"]].tolist()}
+    segments, ages = [], []
+    for role, index, worker, step, end_s, version, read in rows[
+        ["role", "index", "worker", "step", "end_s", "version", "read"]
+    ].tolist():
+        reader = next((who.index(f"{r} {worker}") for r in ("worker", "replica") if f"{r} {worker}" in who), None)
+        if reader is not None and (worker, step) in begun:
+            segments.append([(begun[worker, step], reader), (end_s, who.index(f"{ROLES[role]} {index}"))])
+            ages.append(version - 1 - read)
+    figure, axes = blank(8.0, 1.2 + 0.42 * len(who))
+    for y in range(len(who)):
+        axes.axhline(y, color=GREY, linewidth=0.6, zorder=0)
+    shade = Normalize(0, max(1, *ages)) if len(ages) > 1 else Normalize(0, 1)
+    arrows = LineCollection(segments, array=np.array(ages), cmap=AGES, norm=shade, linewidths=1.2)
+    axes.add_collection(arrows)
+    ends = np.array([segment[1] for segment in segments]).reshape(-1, 2)
+    axes.scatter(ends[:, 0], ends[:, 1], c=ages, cmap=AGES, norm=shade, marker="v", s=14, zorder=3)
+    axes.set_yticks(range(len(who)), who, fontsize="small")
+    axes.set(xlabel="time (s)", ylim=(max(len(who), 3) - 0.4, -0.6))
+    axes.autoscale_view(scaley=False)
+    figure.colorbar(arrows, ax=axes, label="staleness", pad=0.01, ticks=MaxNLocator(6, integer=True))
+    if left_out:
+        axes.set_title(f"the first {MOST_ARROWS} of {MOST_ARROWS + left_out:,} gradients", loc="left", fontsize="small")
+    return shown(figure)
+
+
+@options
+def plot_traffic(of: Trace | Run) -> Figure:
+    """Bytes that each process sent, by the role of who received them: a server's bar says what a hub has to carry.
+
+    >>> import distlab as dl
+    >>> run = dl.train(dl.tasks.digits(), dl.AsyncPS(), dl.SimulatedCluster(3), num_updates=9, progress=False)
+    >>> plot_traffic(run).axes[0].get_xlabel()
+    'MB sent'
+    """
+    trace = trace_of(of)
+    sent: dict[str, dict[str, int]] = {who: {} for who in trace.who}
+    for kind, role, index, peer_role, peer, num_bytes in bytes_by_link(trace):
+        who, to = name(role, index), ROLES[peer_role] if peer_role >= 0 else ""
+        if kind == "pull":  # recorded by who received it
+            who, to = name(peer_role, peer), ROLES[role]
+        sent.setdefault(who, {})[to] = sent.get(who, {}).get(to, 0) + num_bytes
+    if not any(by_role for by_role in sent.values()):
+        raise ValueError("no message of this trace has bytes: there is nothing to draw")
+    figure, axes = blank(7.0, 1.0 + 0.36 * len(sent))
+    left = np.zeros(len(sent))
+    for to, (colour, hatch) in WHERE.items():
+        widths = np.array([by_role.get(to, 0) / 1e6 for by_role in sent.values()])
+        if widths.any():
+            label = f"to a {to}" if to else "to the other ranks"
+            bars(axes, widths, left, colour, hatch, label)
+    axes.set_yticks(range(len(sent)), list(sent), fontsize="small")
+    axes.set(xlabel="MB sent", ylim=(len(sent) - 0.4, -0.6))
+    figure.legend(ncols=len(WHERE), frameon=False, fontsize="small", loc="outside lower center")
+    return shown(figure)
+
+
+def bars(axes: Axes, widths: np.ndarray, left: np.ndarray, colour: str, hatch: str, label: str) -> None:
+    """Bars to the right of those that end at `left`, which then end there."""
+    some = np.flatnonzero(widths)
+    edge = "white" if hatch else colour
+    axes.barh(some, widths[some], left=left[some], color=colour, hatch=hatch, edgecolor=edge, label=label)
+    left += widths
+
+
+def bytes_by_link(trace: Trace) -> list[tuple[str, int, int, int, int, int]]:
+    """(kind, role, index, the peer's role and index, bytes) of all messages between two processes together."""
+    from distlab.trace import KINDS
+
+    rows = trace.rows[trace.rows["bytes"] > 0]
+    keys = np.zeros(len(rows), np.int64)
+    for field in ("kind", "role", "index", "peer_role", "peer"):
+        keys = keys << 12 | rows[field].astype(np.int64) + 1
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    sums = np.bincount(which, weights=rows["bytes"], minlength=len(first)).astype(int)
+    links = rows[["kind", "role", "index", "peer_role", "peer"]][first].tolist()
+    return [(KINDS[k], r, i, pr, p, int(total)) for (k, r, i, pr, p), total in zip(links, sums, strict=True)]
+
+
+@options
+def plot_ledger(of: Trace | Run) -> Figure:
+    """What became of every gradient: a bar per worker, in the words of `reports.ledger`.
+
+    >>> import distlab as dl
+    >>> strategy = dl.SyncPS(num_backup_workers=1)
+    >>> run = dl.train(dl.tasks.digits(), strategy, dl.SimulatedCluster(3), num_updates=9, progress=False)
+    >>> [text.get_text() for text in plot_ledger(run).legends[0].get_texts()][0]
+    'applied'
+    """
+    book = ledger(trace_of(of))
+    if not book.entries:
+        raise ValueError("no gradient was computed: there is nothing to draw")
+    counts: Mapping[str, Mapping[int, int]] = book.table().to_dict()
+    workers = sorted({entry.worker for entry in book.entries})
+    figure, axes = blank(7.0, 1.0 + 0.36 * len(workers))
+    left = np.zeros(len(workers))
+    for fate, (colour, hatch) in FATES.items():
+        widths = np.array([counts[fate].get(worker, 0) for worker in workers])
+        if widths.any():
+            bars(axes, widths, left, colour, hatch, fate)
+    axes.set_yticks(range(len(workers)), [f"worker {worker}" for worker in workers], fontsize="small")
+    axes.set(xlabel="gradients", ylim=(len(workers) - 0.4, -0.6))
+    figure.legend(ncols=len(FATES), frameon=False, fontsize="small", loc="outside lower center")
+    if not book.balances:
+        axes.set_title("does not balance: see run.ledger.problems", loc="left", fontsize="small", color=RED)
+    return shown(figure)

@@ -1,0 +1,185 @@
+"""Time: who did what when, and how much of it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from distlab.options import options
+from distlab.plots.paper import ACTIVITIES, GREEN, GREY, RED, blank, shown, trace_of
+from distlab.run import Run
+from distlab.trace import KINDS, ROLE_CODES, Trace
+
+MOST_BOXES = 4000  # of a kind: more are put together where they would be drawn over each other
+MOST_LINES = 400  # of versions
+BINS = 2000
+
+
+@options
+def plot_timeline(trace: Trace | Run, *, from_s: float = 0.0, to_s: float | None = None, title: str = "") -> Figure:
+    """Who did what when: a row per process; a vertical line where an update made a new version.
+
+    Args:
+        trace: a trace, or a run for its trace.
+        from_s, to_s: which stretch of it; by default the first 12 updates.
+        title: above the picture.
+    """
+    trace = trace_of(trace)
+    to_s = to_s if to_s is not None else _first_updates(trace, 12, from_s)
+    if not to_s > from_s:
+        raise ValueError(f"to_s must be after from_s, got {from_s} to {to_s}")
+    figure, axes = blank(8.0, 1.2 + 0.42 * len(trace.who))
+    drawn = draw_timeline(axes, trace, from_s, to_s)
+    axes.set_xlabel("time (s)")
+    axes.set_title(title, loc="left", fontsize="medium", pad=14)
+    draw_activities(figure, drawn)
+    return shown(figure)
+
+
+@options
+def plot_utilization(of: Trace | Run) -> Figure:
+    """What each process did with its time: a bar per process, of the whole run.
+
+    Where two things went on at once (a rank that sums while it computes), it is the one that the legend names first.
+
+    >>> import distlab as dl
+    >>> run = dl.train(dl.tasks.digits(), dl.InGraph(), dl.SimulatedCluster(2), num_updates=3, progress=False)
+    >>> plot_utilization(run).axes[0].get_xlabel()
+    'share of the time'
+    """
+    trace = trace_of(of)
+    who, span_s = trace.who, float(trace.rows["end_s"].max()) or 1.0
+    figure, axes = blank(7.0, 1.2 + 0.36 * len(who))
+    free, left = np.ones((len(who), BINS), bool), np.zeros(len(who))
+    drawn = []
+    for kind in sorted(ACTIVITIES, key=lambda kind: kind == "wait"):
+        busy = covered(trace.rows[trace.rows["kind"] == KINDS.index(kind)], who, span_s) & free
+        free &= ~busy
+        widths = busy.mean(1)
+        if widths.any():
+            drawn.append(kind)
+            colour, hatch = ACTIVITIES[kind]
+            edge = "white" if hatch else colour
+            axes.barh(range(len(who)), widths, left=left, color=colour, hatch=hatch, edgecolor=edge)
+            left += widths
+    axes.set_yticks(range(len(who)), who, fontsize="small")
+    axes.set(xlabel="share of the time", xlim=(0, 1), ylim=(len(who) - 0.4, -0.6))
+    draw_activities(figure, drawn)
+    return shown(figure)
+
+
+def covered(rows: np.ndarray, who: Sequence[str], span_s: float) -> np.ndarray:
+    """(processes, BINS): in which parts of the time did this go on?"""
+    edges = np.zeros((len(who), BINS + 1))
+    if len(rows):
+        y = places(rows, who).astype(int)
+        start = np.clip((rows["start_s"] / span_s * BINS).round().astype(int), 0, BINS)
+        stop = np.clip((rows["end_s"] / span_s * BINS).round().astype(int), 0, BINS)
+        np.add.at(edges, (y, start), 1)
+        np.add.at(edges, (y, stop), -1)
+    return edges.cumsum(1)[:, :BINS] > 0
+
+
+def draw_timeline(axes: Axes, trace: Trace, from_s: float, to_s: float) -> list[str]:
+    """Draw a stretch of a trace; returns the kinds of activity in it."""
+    rows = trace.rows[(trace.rows["end_s"] >= from_s) & (trace.rows["start_s"] <= to_s)]
+    thin_s = (to_s - from_s) / 400  # what is shorter is drawn this wide, or nobody would see it
+    drawn = [kind for kind in ACTIVITIES if _bars(axes, rows, trace.who, kind, thin_s)]
+    if _drops(axes, rows, trace.who):
+        drawn.append("drop")
+    _versions(axes, rows[(rows["end_s"] >= from_s) & (rows["end_s"] <= to_s)], to_s - from_s)
+    axes.set(xlim=(from_s, to_s), ylim=(max(len(trace.who), 3) - 0.4, -0.6))
+    axes.set_yticks(range(len(trace.who)), trace.who, fontsize="small")
+    if len(rows) > MOST_BOXES:
+        told = f"{len(rows):,} events, put together where they would lie over each other"
+        axes.set_title(told, loc="right", fontsize=7, color=GREY, pad=14)
+    return drawn
+
+
+def draw_activities(figure: Figure, drawn: Sequence[str]) -> None:
+    handles = [_patch(kind) for kind in drawn]
+    figure.legend(handles=handles, ncols=len(drawn), frameon=False, fontsize="small", loc="outside lower center")
+
+
+def _first_updates(trace: Trace, count: int, from_s: float) -> float:
+    ends = np.unique(trace.select("apply")["end_s"])
+    ends = ends[ends > from_s]
+    return float(ends[:count][-1]) if len(ends) else float(trace.rows["end_s"].max())
+
+
+def _bars(axes: Axes, rows: np.ndarray, who: Sequence[str], kind: str, thin_s: float) -> bool:
+    """One collection of rectangles for all events of a kind; False if there are none."""
+    mine = rows[rows["kind"] == KINDS.index(kind)]
+    if not len(mine):
+        return False
+    half = 0.12 if kind == "wait" else 0.36
+    left, right, y = mine["start_s"], np.maximum(mine["end_s"], mine["start_s"] + thin_s), places(mine, who)
+    colour, hatch = ACTIVITIES[kind]
+    if len(mine) > MOST_BOXES:
+        (left, right, y), hatch = together(left, right, y, thin_s), ""
+    low, high = y - half, y + half
+    boxes = np.stack([np.stack([left, right, right, left], 1), np.stack([low, low, high, high], 1)], 2)
+    bars = PolyCollection(list(boxes), zorder=1 if kind == "wait" else 2, facecolors=colour, linewidths=0.3)
+    bars.set(edgecolor="white" if hatch else colour, hatch=hatch)
+    axes.add_collection(bars)
+    return True
+
+
+def places(rows: np.ndarray, who: Sequence[str]) -> np.ndarray:
+    """The line of each row's process."""
+    lines = np.zeros((len(ROLE_CODES), max(int(w.split()[1]) for w in who) + 1))
+    for y, (role, index) in enumerate(w.split() for w in who):
+        lines[ROLE_CODES[role], int(index)] = y
+    return lines[rows["role"], rows["index"]]
+
+
+def together(left: np.ndarray, right: np.ndarray, y: np.ndarray, thin_s: float) -> tuple[np.ndarray, ...]:
+    """Boxes that begin in the same hair's breadth of the same line, as one."""
+    keys, which = np.unique(y.astype(np.int64) << 40 | np.floor(left / thin_s).astype(np.int64), return_inverse=True)
+    first, last = np.full(len(keys), np.inf), np.full(len(keys), -np.inf)
+    np.minimum.at(first, which, left)
+    np.maximum.at(last, which, right)
+    return first, last, (keys >> 40).astype(float)
+
+
+def _drops(axes: Axes, rows: np.ndarray, who: Sequence[str]) -> bool:
+    """A cross where a worker's gradient was refused; False if none was."""
+    mine = rows[rows["kind"] == KINDS.index("drop")]
+    places = [who.index(f"worker {worker}") for worker in mine["worker"]]
+    axes.plot(mine["end_s"], places, "x", color=RED, markersize=7, markeredgewidth=2)
+    return bool(len(mine))
+
+
+def _patch(kind: str) -> Artist:
+    if kind == "drop":
+        return Line2D([], [], color=RED, marker="x", linestyle="", markeredgewidth=2, label="dropped")
+    colour, hatch = ACTIVITIES[kind]
+    return Patch(facecolor=colour, hatch=hatch, edgecolor="white" if hatch else colour, label=kind)
+
+
+def _versions(axes: Axes, rows: np.ndarray, span_s: float) -> None:
+    """A line where an update made a version, with its number above where there is room."""
+    applies = rows[rows["kind"] == KINDS.index("apply")]
+    _, first = np.unique(applies["version"], return_index=True)
+    first = first[:: -(-len(first) // MOST_LINES) or 1]
+    free_from = -np.inf
+    for event in Trace(applies[first]):
+        axes.axvline(event.end_s, color=GREEN, linewidth=0.6, alpha=0.6, zorder=0)
+        if event.end_s >= free_from:
+            above = axes.get_xaxis_transform()
+            axes.text(
+                event.end_s,
+                1.0,
+                f"v{event.version}",
+                transform=above,
+                fontsize=7,
+                ha="center",
+                va="bottom",
+                color=GREEN,
+            )
+            free_from = event.end_s + span_s / 16
