@@ -171,6 +171,20 @@ def demo(context: click.Context, figure: Path) -> None:
 
 
 @main.command()
+@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--out", type=click.Path(path_type=Path), callback=writable, help="File to write: .json (Perfetto) or .csv."
+)
+def trace(run: Path, out: Path | None) -> None:
+    """Write the trace of a saved run (train --save RUN) for Perfetto, and say what is in it."""
+    loaded = dl.load_run(run)
+    click.echo(f"{loaded.strategy} on {loaded.cluster}: {loaded.trace}")
+    written = loaded.export(out or run / "trace.json")
+    opens = ": open it at https://ui.perfetto.dev" if written.suffix == ".json" else ""
+    click.echo(f"written to {written}{opens}")
+
+
+@main.command()
 def strategies() -> None:
     """Print, for each strategy: who applies, what is dropped, what each death does (STRATEGIES.md)."""
     click.echo("# Strategies: who applies, what is dropped, what a death does\n")

@@ -206,6 +206,12 @@ class Run:
 
         return summary(self)
 
+    def export(self, path: str | Path) -> Path:
+        """Write the trace for other tools: as .json for https://ui.perfetto.dev, as .csv for anything; returns the path."""
+        from distlab.reports import export
+
+        return export(self.trace, path)
+
     def save(self, path: str | Path) -> Path:
         """Write the run into the folder `path` (made if it is not there): JSON, npz and safetensors, no pickle."""
         from safetensors.torch import save_file

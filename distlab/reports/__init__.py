@@ -2,6 +2,7 @@
 
 from distlab.reports.blame import Blame, blame, how_many_backups
 from distlab.reports.curvature import curvature
+from distlab.reports.export import chrome, export
 from distlab.reports.ledger import Entry, Ledger, ledger, sample_counts
 from distlab.reports.lineage import Survivors, survivors
 from distlab.reports.replay import Replay, replay
@@ -18,9 +19,11 @@ __all__ = [
     "Survivors",
     "Timing",
     "blame",
+    "chrome",
     "compare",
     "curvature",
     "evaluations",
+    "export",
     "history",
     "how_many_backups",
     "ledger",
