@@ -207,7 +207,7 @@ class Run:
         return summary(self)
 
     def export(self, path: str | Path) -> Path:
-        """Write the trace for other tools: as .json for https://ui.perfetto.dev, as .csv for anything; returns the path."""
+        """Write the trace for other tools: .json for https://ui.perfetto.dev, .csv for anything; returns the path."""
         from distlab.reports import export
 
         return export(self.trace, path)

@@ -1,6 +1,6 @@
 """Traces for other tools: Chrome's trace format, which Perfetto opens, and tables as CSV.
 
-A row per process, a slice per event with its versions and bytes, and an arrow from each gradient to where it was applied.
+A row per process, a slice per event with its versions and bytes, an arrow from each gradient to where it was applied.
 
 Source: Google, "Trace Event Format".
 """
