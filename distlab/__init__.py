@@ -26,6 +26,7 @@ from distlab.errors import (
 )
 from distlab.fabric import laws
 from distlab.fabric.network import Network
+from distlab.live import LiveRun
 from distlab.reports import compare
 from distlab.rules import DelayCompensation
 from distlab.run import Run, load_run
@@ -44,7 +45,7 @@ from distlab.strategies import (
 )
 from distlab.task import Task, accuracy
 from distlab.trace import Event, Trace
-from distlab.train import LiveRun, start, train
+from distlab.train import start, train
 
 __version__ = "0.1.0"
 

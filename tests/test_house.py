@@ -35,7 +35,7 @@ FLOORS = {
     2: {"collectives", "roles"},
     3: {"strategies"},
     4: {"clusters"},
-    5: {"train", "run", "saving"},
+    5: {"train", "live", "run", "saving"},
     5.5: {"devices", "reports", "check", "datasets", "tasks", "theory"},
     6: {"plots"},
     7: {"dashboard", "exercises"},

@@ -23,6 +23,7 @@ from distlab.collectives import in_one_thread
 from distlab.data import collate
 from distlab.errors import DivergenceWarning
 from distlab.flat import Flat, Vector, local_state
+from distlab.live import LiveRun
 from distlab.options import check_positive
 from distlab.randomness import Randomness, set_states, undisturbed
 from distlab.reports.ledger import lives
@@ -36,7 +37,6 @@ from distlab.strategies.in_graph import InGraph
 from distlab.strategies.local_sgd import LocalSGD, Rounds
 from distlab.task import Task, model_of
 from distlab.trace import KIND_CODES, ROLES, Trace
-from distlab.train import LiveRun
 
 
 @dataclass(frozen=True, eq=False)
