@@ -100,7 +100,7 @@ def plot_versions(of: Trace | Run, *, from_s: float = 0.0, to_s: float | None = 
     figure, axes = blank(8.0, 1.2 + 0.42 * len(who))
     for y in range(len(who)):
         axes.axhline(y, color=GREY, linewidth=0.6, zorder=0)
-    shade = Normalize(0, max(1, *ages)) if len(ages) > 1 else Normalize(0, 1)
+    shade = Normalize(0, max([1, *ages]))
     arrows = LineCollection(segments, array=np.array(ages), cmap=AGES, norm=shade, linewidths=1.2)
     axes.add_collection(arrows)
     ends = np.array([segment[1] for segment in segments]).reshape(-1, 2)
