@@ -1,11 +1,11 @@
 """A run under way: what it has said so far, what can be done to it, and the `Run` that it leaves."""
 
+import asyncio
 import math
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from distlab import trace
 from distlab.checkpoint import Checkpoint
 from distlab.clusters.base import Cluster, Ending, Launched
 from distlab.clusters.scenario import Scenario, check_scenario
+from distlab.clusters.simulated_run import SimulatedRun
 from distlab.errors import DistlabError
 from distlab.fabric import Peer
 from distlab.options import options
@@ -24,6 +25,7 @@ from distlab.strategies.base import Job, Strategy
 from distlab.task import Task
 
 APPLY = trace.KINDS.index("apply")
+COMINGS = [trace.KINDS.index(kind) for kind in ("death", "leave", "revive", "join")]
 
 
 class Listener:
@@ -31,7 +33,8 @@ class Listener:
 
     def __init__(self, job: Job, strategy: Strategy, cluster: Cluster) -> None:
         self.parts: list[np.ndarray] = []
-        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.lines: list[str] = []  # of which each reader knows how far it has come
+        self.gone: set[Peer] = set()  # who has died or left
         self.version = 0 if job.begin is None else job.begin.version
         self.loss = float("nan")
         self.begin: Checkpoint | None = job.begin
@@ -42,6 +45,9 @@ class Listener:
         self.parts.append(rows)
         if self.collector is not None:
             self.collector.events(rows)
+        for row in rows[np.isin(rows["kind"], COMINGS)]:
+            peer = Peer(trace.ROLES[row["role"]], int(row["index"]))
+            (self.gone.add if trace.KINDS[row["kind"]] in ("death", "leave") else self.gone.discard)(peer)
         applied = rows[rows["kind"] == APPLY]
         if len(applied):
             self.version = max(self.version, int(applied["version"].max()))
@@ -53,7 +59,7 @@ class Listener:
 
     def say(self, line: str) -> None:
         """Store a line."""
-        self.lines.put(line)
+        self.lines.append(line)
 
     def part(self, who: Peer, data: Tensor) -> None:
         """Hand on a process's part of a checkpoint."""
@@ -92,11 +98,37 @@ class LiveRun:
         self._listener, self._began = Listener(job, strategy, cluster), time.monotonic()
         self.launched: Launched = cluster.launch(strategy, job, self._listener, paused=paused)
         self._lock, self._run = threading.Lock(), None  # type: tuple[Any, Run | None]
+        self._printed, self._dashboards = 0, []  # type: tuple[int, list[Any]]
+        self.awaited = False  # by a cell, whose kernel serves widgets meanwhile
         self._ender = weakref.finalize(self, end, self.launched, self._listener)
 
     def __repr__(self) -> str:
-        state = "running" if self.launched.wait(0) is None else "ended"
-        return f"LiveRun({self._strategy} on {self._cluster}: {state}, {self.version} of {self.num_updates} updates)"
+        return f"LiveRun({self.strategy} on {self.cluster}: {self.state}, {self.version} of {self.num_updates} updates)"
+
+    @property
+    def strategy(self) -> Strategy:
+        """The algorithm."""
+        return self._strategy
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where it runs."""
+        return self._cluster
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that the run began with, spares included."""
+        return self._cluster.num_workers
+
+    @property
+    def is_simulated(self) -> bool:
+        """Can it be paused and stepped?"""
+        return isinstance(self.launched, SimulatedRun)
+
+    @property
+    def state(self) -> str:
+        """ "running" or "ended"."""
+        return "running" if self.launched.wait(0) is None else "ended"
 
     @property
     def num_updates(self) -> int:
@@ -118,6 +150,20 @@ class LiveRun:
         """What has happened so far."""
         return trace.gather(list(self._listener.parts))
 
+    def heard(self, since: int) -> tuple[list[np.ndarray], list[str]]:
+        """The batches of events from that one on, and all lines that the processes printed."""
+        return self._listener.parts[since:], list(self._listener.lines)
+
+    def dashboard(self) -> None:
+        """Show the run below this cell of a notebook, with buttons that slow, kill, revive, add and remove workers.
+
+        A simulated run can also be paused and stepped. The kernel stays free: ``await live`` in the next cell returns
+        the run. When it ends, an ordinary picture stays. Needs ipywidgets and matplotlib."""
+        from distlab.dashboard import Dashboard
+
+        self._dashboards.append(made := Dashboard(self))
+        made.show()
+
     def stop(self) -> None:
         """Ask for an early end; `wait` then returns the run as far as it came.
 
@@ -132,6 +178,8 @@ class LiveRun:
         the trace. All its processes are gone then."""
         if worker is server is client is None:
             self.launched.kill()
+        elif worker is not None and Peer("worker", worker) in self._listener.gone:
+            self._listener.say(f"worker {worker} is gone already: there is nothing to kill")
         else:
             self._change(Scenario.kill, worker=worker, server=server, client=client, at_s=0.0)
 
@@ -228,12 +276,35 @@ class LiveRun:
             advance()
         return self._finish(ending)
 
+    def __await__(self) -> Generator[Any, None, Run]:
+        """``await live`` is `wait` that lets a notebook's other work go on; a run with a dashboard stays paused."""
+        if not self._dashboards:
+            self.launched.resume()
+        self.awaited = True
+        try:
+            while (ending := self.launched.wait(0)) is None:
+                self._print()
+                yield from asyncio.sleep(0.05).__await__()
+        except BaseException:
+            self.launched.kill()
+            raise
+        finally:
+            self.awaited = False
+        self._listener.close()
+        self._print()
+        return self._finish(ending)
+
     def _print(self) -> None:
-        while not self._listener.lines.empty():
-            print(self._listener.lines.get(), flush=True)
+        """Print what the processes printed since, unless a dashboard does."""
+        lines = self._listener.lines[self._printed :]
+        self._printed += len(lines)
+        for line in () if self._dashboards else lines:
+            print(line, flush=True)
 
     def _finish(self, ending: Ending) -> Run:
         self._ender.detach()  # or it would hold the error, whose traceback holds this run
+        for shown in self._dashboards:
+            shown.finish()
         with self._lock:
             if self._run is None:
                 self._run = self._result(ending)

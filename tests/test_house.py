@@ -43,7 +43,7 @@ FLOORS = {
     8: {"__main__"},
 }
 # Methods that open a door to a floor above, such as run.plot(): (who, whom), imported in the method only.
-DOORS = {("run", "reports"), ("clusters", "reports")}
+DOORS = {("run", "reports"), ("clusters", "reports"), ("live", "dashboard")}
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 CORE_FLOORS, HEAVY = 5.5, {"matplotlib", "ipywidgets", "pandas", "sklearn", "tensorboard"}
 

@@ -3,6 +3,7 @@
 from distlab.plots.comparison import plot_comparison
 from distlab.plots.counts import plot_ledger, plot_staleness, plot_traffic, plot_versions
 from distlab.plots.curves import plot_loss, plot_speedup
+from distlab.plots.overview import plot_overview
 from distlab.plots.paper import (
     ACTIVITIES,
     BLUE,
@@ -39,6 +40,7 @@ __all__ = [
     "plot_comparison",
     "plot_ledger",
     "plot_loss",
+    "plot_overview",
     "plot_speedup",
     "plot_staleness",
     "plot_timeline",

@@ -1,0 +1,191 @@
+"""The picture of a live run, with buttons to do something to it.
+
+One thread does everything: it takes what the run says, obeys the buttons and draws. A button only puts its order on a
+queue, so the kernel stays free, and matplotlib is never used by two threads at once. When the run ends, the widgets are
+replaced by an ordinary picture, which a static page shows too.
+"""
+
+import contextlib
+import html
+import math
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+from IPython import get_ipython
+from IPython.display import HTML, Image, display
+
+from distlab.plots.overview import Overview
+
+if TYPE_CHECKING:
+    from distlab.live import LiveRun
+
+SHARE = 0.08  # of one core, at most, for drawing
+FRAME_S = (0.25, 0.7)  # between two pictures, if drawing is quick and if it is slow
+LISTEN_S = 0.1
+LOG_CHARACTERS = 4000
+FACTORS, LENGTHS = [2.0, 3.0, 5.0, 10.0], [("for 2 s", 2.0), ("for 10 s", 10.0), ("to the end", math.inf)]
+
+
+class Dashboard:
+    """What `LiveRun.dashboard` shows.
+
+    Args:
+        live: a run under way, or one that has ended, of which it shows the last picture.
+
+    Attributes:
+        box: the widgets.
+        log: what the processes printed and what went wrong.
+        drawn: pictures so far.
+    """
+
+    def __init__(self, live: "LiveRun") -> None:
+        self._live, self._orders = live, queue.SimpleQueue[tuple[str, Callable[[], Any]]]()
+        self.view = Overview(live.num_updates, live.num_workers, f"{live.strategy} on {live.cluster}")
+        self._heard, self._read, self.log, self.drawn = 0, 0, "", 0
+        self._headless = bool(os.environ.get("DISTLAB_HEADLESS"))
+        self._box_shown = self._log_shown = None  # type: Any
+        self._build()
+        self._thread = threading.Thread(target=self._run, name="distlab-dashboard", daemon=True)
+
+    def show(self) -> None:
+        """Put it below the cell that runs, and begin."""
+        if get_ipython() is not None:
+            self._box_shown = display(HTML("") if self._headless else self.box, display_id=True)
+            self._log_shown = display(HTML(""), display_id=True)
+        self.start()
+
+    def start(self) -> None:
+        """Listen and draw, whoever looks."""
+        self._thread.start()
+
+    def finish(self, timeout_s: float = 10.0) -> None:
+        """Wait until the last picture is there. The run has ended."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    @property
+    def png(self) -> bytes:
+        """The newest picture."""
+        return self._image.value
+
+    def _build(self) -> None:
+        self._image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        self._status = widgets.HTML("starting")
+        self._worker = widgets.Dropdown(options=self._workers(), layout=widgets.Layout(width="110px"))
+        self._factor = widgets.Dropdown(
+            options=[(f"{f:g} times", f) for f in FACTORS], layout=widgets.Layout(width="90px")
+        )
+        self._length = widgets.Dropdown(options=LENGTHS, layout=widgets.Layout(width="100px"))
+        live, which = self._live, self._which
+        self.buttons: dict[str, Callable[[], Any]] = {
+            "Slow": lambda: live.slow(**which(), factor=self._factor.value, for_s=self._length.value),
+            "Throttle": lambda: live.throttle(**which(), factor=1 / self._factor.value, for_s=self._length.value),
+            "Kill": lambda: live.kill(**which()),
+            "Revive": lambda: live.revive(**which()),
+            "Remove": lambda: live.remove_worker(**which()),
+            "Add a worker": live.add_worker,
+            "Stop": live.stop,
+        }
+        if live.is_simulated:
+            self.buttons |= {"Pause": live.pause, "Play": live.resume, "Step": live.step}
+        made = {name: self._button(name, does) for name, does in self.buttons.items()}
+        row = widgets.Layout(flex_flow="row wrap")
+        first = ["Slow", "Throttle", "Kill", "Revive", "Remove"]
+        poke = [
+            self._worker,
+            *(made[name] for name in first[2:]),
+            self._factor,
+            self._length,
+            *(made[n] for n in first[:2]),
+        ]
+        rest = [button for name, button in made.items() if name not in first]
+        self.box = widgets.VBox(
+            [widgets.HBox(poke, layout=row), widgets.HBox([*rest, self._status], layout=row), self._image]
+        )
+
+    def _button(self, name: str, does: Callable[[], Any]) -> widgets.Button:
+        def put(_: widgets.Button) -> None:
+            who = f" {self._worker.label}" if name in ("Slow", "Throttle", "Kill", "Revive", "Remove") else ""
+            self._orders.put((f"{name}{who}", does))
+            if self._live.awaited:  # ipykernel 7 sends no "idle" for a widget's message while a cell awaits
+                with contextlib.suppress(Exception):
+                    get_ipython().kernel._publish_status("idle", "shell")
+
+        button = widgets.Button(description=name, layout=widgets.Layout(width="auto"))
+        button.on_click(put)
+        return button
+
+    def _workers(self) -> list[tuple[str, int]]:
+        said = {int(who.split()[1]) for who in self.view.tally.who if who.startswith(("worker", "replica"))}
+        return [(f"worker {n}", n) for n in sorted(said | set(range(self._live.num_workers)))]
+
+    def _which(self) -> dict[str, int]:
+        return {"worker": self._worker.value}
+
+    def _run(self) -> None:
+        try:
+            while not self._look():
+                self._draw()
+                self._obey(self._pause_s)
+            self._close()
+        except Exception:  # nobody would ever see it
+            self._say(traceback.format_exc())
+
+    def _look(self) -> bool:
+        """Take in what is new. True if the run has ended: then nothing more will come."""
+        ending = self._live.launched.wait(0)
+        parts, lines = self._live.heard(self._heard)
+        self._heard += len(parts)
+        for part in parts:
+            self.view.add(part)
+        self._read += len(lines_new := lines[self._read :])
+        for line in lines_new:
+            self._say(line)
+        if ending is not None and ending.error is not None:
+            self._say("".join(traceback.format_exception(ending.error)))
+        return ending is not None
+
+    def _draw(self) -> None:
+        began = time.thread_time()
+        if not self._headless:
+            self._image.value = self.view.png()
+            self.drawn += 1
+            if (workers := self._workers()) != list(self._worker.options):
+                kept = self._worker.value
+                self._worker.options = workers
+                self._worker.value = kept
+            self._status.value = (
+                f"<b>{self._live.state}</b>, version {self.view.tally.version:,} of {self._live.num_updates:,}"
+            )
+        cost_s = time.thread_time() - began
+        self._pause_s = min(max(cost_s / SHARE, FRAME_S[0]), FRAME_S[1])
+
+    def _obey(self, until_s: float) -> None:
+        """Do what the buttons say, until the next picture is due, which is soon once one was pressed."""
+        due = time.monotonic() + until_s
+        while (left := due - time.monotonic()) > 0 and self._live.launched.wait(0) is None:
+            with contextlib.suppress(queue.Empty):
+                name, does = self._orders.get(timeout=min(left, LISTEN_S))
+                try:
+                    does()
+                except Exception as error:
+                    self._say(f"{name}: {error}")
+                due = min(due, time.monotonic() + LISTEN_S)
+
+    def _say(self, line: str) -> None:
+        self.log = f"{self.log}{line.rstrip()}\n"[-LOG_CHARACTERS:]
+        if self._log_shown is not None:
+            self._log_shown.update(HTML(f"<pre>{html.escape(self.log)}</pre>"))
+
+    def _close(self) -> None:
+        self._image.value = self.view.still()
+        self.drawn += 1
+        self._status.value = f"<b>{self._live.state}</b>"
+        if self._box_shown is not None:
+            self._box_shown.update(Image(self._image.value))

@@ -1,0 +1,431 @@
+"""A whole run in one picture, which can be drawn again several times a second while the run goes on."""
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
+
+from distlab.options import options
+from distlab.plots.paper import ACTIVITIES, BLUE, GREEN, GREY, ORANGE, RED, trace_of
+from distlab.plots.tally import Tally, waiting
+from distlab.plots.timeline import places
+from distlab.run import Run
+from distlab.theory import staleness_probability
+from distlab.trace import KIND_CODES, KINDS, Trace
+
+SIZE, DPI = (12.0, 8.2), 80
+MOST_NAMES = 20  # of processes beside a row: of more, every second, third...
+MOST_LINKS = 10
+
+
+@options
+def plot_overview(of: Trace | Run, *, num_workers: int | None = None) -> Figure:
+    """All about a run in one picture: losses, staleness, the newest stretch of the timeline, who waits for whom, bytes
+    per link, and the last updates in words. `LiveRun.dashboard` shows the same while the run goes on.
+
+    Args:
+        of: a run, or a trace.
+        num_workers: draw beside the staleness what so many workers with exponential compute times come to (see
+            `theory.staleness_probability`); None: of a run that has any staleness, its own number.
+
+    >>> import distlab as dl
+    >>> run = dl.train(dl.tasks.digits(), dl.AsyncPS(), dl.SimulatedCluster(3), num_updates=40, progress=False)
+    >>> [axes.get_xlabel() for axes in plot_overview(run).axes][:3]
+    ['updates applied (version)', 'time (s)', 'staleness (updates between read and apply)']
+    """
+    rows = trace_of(of).rows
+    num_workers = of.num_workers if num_workers is None and isinstance(of, Run) else num_workers
+    view = Overview(max(int(rows["version"][rows["kind"] == KIND_CODES["apply"]].max(initial=1)), 1), num_workers or 1)
+    view.add(rows)
+    view.still()
+    return view.figure
+
+
+class Overview:
+    """The picture of a run of which more and more is known: `add` what has happened, and take its `png`.
+
+    What moves is drawn over a background that is kept; all is drawn anew only when limits or names change, and limits
+    grow in jumps, so that this is seldom. Not for several threads at once.
+
+    Args:
+        num_updates: the version at which the run will be over.
+        num_workers: for the theory's line beside the staleness.
+        title: above the picture.
+    """
+
+    def __init__(self, num_updates: int, num_workers: int = 1, title: str = "") -> None:
+        self.tally, self.num_workers = Tally(num_updates), num_workers
+        self.figure = Figure(figsize=SIZE, dpi=DPI)
+        self.canvas = FigureCanvasAgg(self.figure)
+        self._moving: list[Artist] = []
+        self._names: list[str] = []
+        self._limits: dict[Axes, tuple[float, ...]] = {}
+        self._background: Any = None
+        self._at: list[tuple[float, float]] = []
+        self._shown: list[tuple[str, str]] = []
+        self._span_s = 0.0
+        self._legend_kinds: list[str] = []
+        self._set_up(title)
+
+    def add(self, rows: np.ndarray) -> None:
+        """Add events; the array is left as it is."""
+        self.tally.add(rows.copy())
+
+    def png(self) -> bytes:
+        """The picture as it is now."""
+        from PIL import Image
+
+        self._refresh()
+        if self._background is None:
+            for artist in self._moving:
+                artist.set_animated(True)
+            self.canvas.draw()
+            self._background = self.canvas.copy_from_bbox(self.figure.bbox)
+        self.canvas.restore_region(self._background)
+        for artist in self._moving:
+            if artist.axes is not None:
+                artist.axes.draw_artist(artist)
+        told = io.BytesIO()
+        picture = Image.frombuffer(
+            "RGBA", self.canvas.get_width_height(), self.canvas.buffer_rgba(), "raw", "RGBA", 0, 1
+        )
+        picture.convert("RGB").quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+            told, "PNG", compress_level=1
+        )
+        return told.getvalue()
+
+    def still(self) -> bytes:
+        """The last picture, with the hatches that grey print needs (they cost too much while it moves); from now on the
+        figure is an ordinary one."""
+        for kind, bars in self._activities.items():
+            bars.set_hatch(ACTIVITIES[kind][1])
+            bars.set_edgecolor("white" if ACTIVITIES[kind][1] else ACTIVITIES[kind][0])
+        self._carried.set(hatch="///", edgecolor="white")
+        png = self.png()
+        for artist in self._moving:
+            artist.set_animated(False)
+        self._background = None
+        return png
+
+    def _set_up(self, title: str) -> None:
+        grid = self.figure.add_gridspec(
+            3,
+            3,
+            height_ratios=(2.3, 2.6, 1.5),
+            left=0.065,
+            right=0.985,
+            top=0.935,
+            bottom=0.07,
+            hspace=0.42,
+            wspace=0.26,
+        )
+        self.figure.suptitle(title, x=0.01, y=0.99, ha="left", fontsize="medium")
+        by_version, ages = self.figure.add_subplot(grid[0, 0]), self.figure.add_subplot(grid[0, 2])
+        by_time = self.figure.add_subplot(grid[0, 1], sharey=by_version)
+        self._timeline, self._cluster = self.figure.add_subplot(grid[1, :2]), self.figure.add_subplot(grid[1, 2])
+        self._words, self._traffic = self.figure.add_subplot(grid[2, :2]), self.figure.add_subplot(grid[2, 2])
+        self._curves = (by_version, by_time)
+        self._losses = [self._line(axes, color=BLUE, linewidth=1.4) for axes in self._curves]
+        self._judged = [
+            self._line(axes, color=ORANGE, marker="o", markersize=4, linestyle="--") for axes in self._curves
+        ]
+        by_version.set(xlabel="updates applied (version)", ylabel="loss", yscale="log")
+        by_time.set(xlabel="time (s)")
+        self._by_accuracy = by_time.twinx()
+        self._accuracy = self._line(self._by_accuracy, color=GREEN, marker="s", markersize=3, linestyle="-.")
+        self._by_accuracy.set(ylim=(0, 1.02))
+        self._by_accuracy.yaxis.set_visible(False)
+        by_version.legend(
+            handles=[self._losses[0], self._judged[0], self._accuracy],
+            labels=["training", "validation", "first metric (right)"], frameon=False, fontsize=8, loc="lower left",
+        )  # fmt: skip
+        self._ages = ages
+        self._bars = self._boxes(ages, BLUE)
+        self._theory = self._line(ages, color=ORANGE, marker="o", markersize=3, linewidth=1)
+        self._mean = self._line(ages, color=RED, linestyle="--", linewidth=1.2)
+        self._mean_told = self._text(ages, 0.98, 0.96, "", ha="right", va="top", fontsize=8)
+        ages.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients", ylim=(0, 1.05))
+        ages.xaxis.set_major_locator(MaxNLocator(integer=True))
+        kinds = sorted(ACTIVITIES, key=lambda kind: kind != "wait")
+        self._activities = {kind: self._boxes(self._timeline, ACTIVITIES[kind][0]) for kind in kinds}
+        self._crosses = self._line(self._timeline, color=RED, marker="x", linestyle="", markersize=7, markeredgewidth=2)
+        self._timeline.set(xlabel="seconds before the newest event")
+        self._timeline_told = self._text(self._timeline, 1.0, 1.01, "", ha="right", va="bottom", fontsize=7, color=GREY)
+        self._timeline.set_zorder(1)
+        self._arrows = LineCollection([], colors="black", animated=True)
+        self._heads = self._boxes(self._cluster, "black")
+        self._cluster.add_collection(self._arrows)
+        self._moving.append(self._arrows)
+        self._nodes = self._cluster.scatter([], [], s=420, edgecolors="black", linewidths=0.8, zorder=3)
+        self._dead = self._line(self._cluster, color=RED, marker="x", linestyle="", markersize=20, markeredgewidth=3)
+        self._moving.append(self._nodes)
+        self._shares: list[Text] = []
+        self._cluster.set(xlim=(-1.35, 1.35), ylim=(-1.45, 1.35), aspect="equal")
+        self._cluster.set_axis_off()
+        self._cluster.set_title("what each does most; an arrow: waits for", fontsize=8, loc="left")
+        self._said = self._text(self._words, 0.0, 0.95, "", va="top", fontsize=8.5, linespacing=1.5)
+        self._words.set_axis_off()
+        self._carried = self._boxes(self._traffic, ORANGE)
+        self._traffic.set(xlabel="MB sent by link")
+        self._links: list[str] = []
+        for axes in (by_version, by_time, ages, self._timeline, self._traffic):
+            axes.spines[["top", "right"]].set_visible(False)
+        self._by_accuracy.spines[["top"]].set_visible(False)
+
+    def _line(self, axes: Axes, **how: Any) -> Line2D:
+        (line,) = axes.plot([], [], **how)
+        self._moving.append(line)
+        return line
+
+    def _boxes(self, axes: Axes, colour: str) -> PolyCollection:
+        bars = PolyCollection([], facecolors=colour, edgecolors=colour, linewidths=0.3)
+        axes.add_collection(bars)
+        self._moving.append(bars)
+        return bars
+
+    def _text(self, axes: Axes, x: float, y: float, words: str, **how: Any) -> Text:
+        text = axes.text(x, y, words, transform=axes.transAxes, **how)
+        self._moving.append(text)
+        return text
+
+    def _refresh(self) -> None:
+        tally = self.tally
+        rows, span_s = tally.window()
+        self._put_names(tally.who)
+        self._draw_curves()
+        self._draw_ages()
+        self._draw_timeline(rows, span_s)
+        self._draw_cluster(rows, span_s)
+        self._draw_traffic()
+        said = [f"{'• ' if i == 0 else '  '}{line}" for i, line in enumerate(reversed(tally.applied))]
+        self._said.set_text("\n".join([*said, *(f"▸ {note}" for note in reversed(tally.notes))]))
+
+    def _limit(self, axes: Axes, *limits: float) -> None:
+        """Set what is in view, (x0, x1) or (x0, x1, y0, y1); all is drawn anew if that is news."""
+        if self._limits.get(axes) != limits:
+            self._limits[axes] = limits
+            axes.set_xlim(*limits[:2])
+            if limits[2:]:
+                axes.set_ylim(*limits[2:])
+            self._background = None
+
+    def _put_names(self, who: Sequence[str]) -> None:
+        if who == self._names:
+            return
+        self._names, self._background = list(who), None
+        every = -(-len(who) // MOST_NAMES)
+        self._timeline.set_yticks(range(0, len(who), every), who[::every], fontsize="small")
+        self._at = positions(who)
+        for text in self._shares:
+            text.remove()
+            self._moving.remove(text)
+        self._shares = []
+        for label, (x, y) in zip(who, self._at, strict=True):
+            if len(who) <= MOST_NAMES:
+                told = self._cluster.text(
+                    x,
+                    y + (0.3 if label.startswith(("server", "client")) else -0.3),
+                    label,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    zorder=4,
+                )
+                self._shares.append(told)
+                self._moving.append(told)
+        self._nodes.set_offsets(self._at)
+        self._nodes.set_sizes([min(420.0, 6000.0 / max(len(who), 1))])
+
+    def _draw_curves(self) -> None:
+        tally = self.tally
+        versions, times, losses = tally.curve
+        judged = sorted((version, *seen) for version, seen in tally.judged.items())
+        for line, xs in zip(self._losses, (versions, times), strict=True):
+            line.set_data(xs, losses)
+        for line, place in zip(self._judged, (0, 1), strict=True):
+            line.set_data([j[place] for j in judged], [j[2] for j in judged])
+        scores = [seen for _, seen in sorted(tally.scores.get(0, {}).items())]
+        self._accuracy.set_data([s[0] for s in scores], [s[1] for s in scores])
+        shown = bool(scores) and all(0 <= score <= 1 for _, score in scores)
+        self._accuracy.set_visible(shown)
+        if shown != self._by_accuracy.yaxis.get_visible():
+            self._by_accuracy.yaxis.set_visible(shown)
+            self._background = None
+        values = np.array([*losses, *(j[2] for j in judged)])
+        values = values[np.isfinite(values) & (values > 0)]
+        low, high = (values.min(), values.max()) if len(values) else (0.1, 1.0)
+        bottom, top = 2 ** (math.floor(2 * math.log2(low) - 0.2) / 2), 2 ** (math.ceil(2 * math.log2(high) + 0.2) / 2)
+        self._limit(self._curves[0], 0, max(tally.num_updates, 1) * 1.02, bottom, top)
+        self._limit(self._curves[1], 0, rounded(max(tally.now_s, 1e-9)) if tally.now_s else 1.0)
+
+    def _draw_ages(self) -> None:
+        counts = self.tally.ages
+        total = counts.sum()
+        if not total:
+            return
+        ages = np.flatnonzero(counts)
+        last = max(int(np.searchsorted(counts.cumsum(), 0.999 * total)), 4)
+        if len(ages) > 200:
+            ages = ages[ages <= last][:200]
+        shares = counts[ages] / total
+        self._bars.set_verts(boxes(ages - 0.4, ages + 0.4, np.zeros(len(ages)), shares))
+        mean = float((np.arange(len(counts)) * counts).sum() / total)
+        self._mean.set_data([mean, mean], [0, 2])
+        told = f"{total:,} gradients, mean {mean:.2f}"
+        top = float(shares.max())
+        if self.num_workers > 1 and mean > 0:
+            xs = np.arange(max(last, 2 * self.num_workers) + 1)[:200]
+            expected = [staleness_probability(int(age), self.num_workers) for age in xs]
+            self._theory.set_data(xs, expected)
+            top, last = max(top, *expected), max(last, int(xs[-1]))
+            told += f"\no: {self.num_workers} workers, exponential times"
+        self._mean_told.set_text(told)
+        self._limit(self._ages, -0.9, (-(-last // 4) * 4) + 0.9, 0, min(math.ceil(top * 10 + 1.5) / 10, 1.25))
+
+    def _draw_timeline(self, rows: np.ndarray, span_s: float) -> None:
+        if not 0.4 * self._span_s < span_s <= self._span_s:
+            self._span_s = rounded(1.3 * span_s)
+        span_s, now_s = self._span_s, self.tally.now_s
+        rows = rows[rows["end_s"] > now_s - span_s]
+        for kind, bars in self._activities.items():
+            mine = rows[rows["kind"] == KIND_CODES[kind]]
+            if not len(mine):
+                bars.set_verts([])
+                continue
+            half = 0.12 if kind == "wait" else 0.36
+            y = places(mine, self._names)
+            left = np.maximum(mine["start_s"] - now_s, -span_s)
+            right = np.minimum(np.maximum(mine["end_s"] - now_s, left + span_s / 400), 0)
+            bars.set_verts(boxes(left, right, y - half, y + half))
+        crosses = [
+            (row["end_s"] - now_s, self._names.index(f"worker {row['worker']}"))
+            for row in rows[rows["kind"] == KIND_CODES["drop"]]
+            if f"worker {row['worker']}" in self._names
+        ]
+        self._crosses.set_data([x for x, _ in crosses], [y for _, y in crosses])
+        seen = [kind for kind in ACTIVITIES if np.any(rows["kind"] == KIND_CODES[kind])]
+        if set(seen) - set(self._legend_kinds):
+            self._legend_kinds = [kind for kind in ACTIVITIES if kind in {*seen, *self._legend_kinds}]
+            handles = [
+                Patch(facecolor=c, hatch=h, edgecolor="white" if h else c, label=kind)
+                for kind, (c, h) in ((kind, ACTIVITIES[kind]) for kind in self._legend_kinds)
+            ]
+            self._timeline.legend(
+                handles=handles, ncols=len(handles), frameon=False, fontsize=8, loc="lower left",
+                bbox_to_anchor=(-0.01, 0.98), borderaxespad=0.0, columnspacing=1.0,
+            )  # fmt: skip
+            self._background = None
+        self._timeline_told.set_text(f"newest event at {now_s:.2f} s")
+        self._limit(self._timeline, -span_s, 0, max(len(self._names), 3) - 0.4, -0.6)
+
+    def _draw_cluster(self, rows: np.ndarray, span_s: float) -> None:
+        tally, who = self.tally, self._names
+        from_s = tally.now_s - span_s
+        shares = waiting(rows, from_s, tally.now_s)
+        waits = {w: min(sum(share for (a, _), share in shares.items() if a == w), 1.0) for w in who}
+        colours, busy = [], busiest(rows, who, from_s, tally.now_s)
+        for label in who:
+            kind, share = busy.get(label, ("wait", 0.0))
+            kind = "wait" if waits[label] > share else kind
+            colours.append("white" if label in tally.gone else ACTIVITIES[kind][0])
+        self._nodes.set_facecolor(colours)
+        gone = [at for label, at in zip(who, self._at, strict=True) if label in tally.gone]
+        self._dead.set_data([x for x, _ in gone], [y for _, y in gone])
+        for text, label in zip(self._shares, who, strict=False):
+            told = "gone" if label in tally.gone else f"waits {waits[label]:.0%}" if waits[label] >= 0.005 else ""
+            text.set_text(f"{label}\n{told}" if told else label)
+        lines, heads, widths = [], [], []
+        where = dict(zip(who, self._at, strict=True))
+        for (waiter, awaited), share in shares.items():
+            if share < 0.02 or waiter == awaited or waiter not in where or awaited not in where:
+                continue
+            start, end = np.array(where[waiter]), np.array(where[awaited])
+            along = (end - start) / np.hypot(*(end - start))
+            across = np.array([-along[1], along[0]])
+            start, end = start + along * 0.2 + across * 0.04, end - along * 0.2 + across * 0.04
+            lines.append([start, end - along * 0.08])
+            heads.append([end, end - along * 0.12 + across * 0.05, end - along * 0.12 - across * 0.05])
+            widths.append(0.5 + 4 * min(share, 1.0))
+        self._arrows.set_segments(lines)
+        self._arrows.set_linewidth(widths or [1.0])
+        self._heads.set_verts(heads)
+
+    def _draw_traffic(self) -> None:
+        links = self.tally.links.most_common()
+        if not links:
+            return
+        label = {pair: f"{short(pair[0])} → {short(pair[1]) or 'other ranks'}" for pair, _ in links}
+        if len(self._links) < min(len(links), MOST_LINKS) or len(self._links) == 0:
+            self._shown = sorted(pair for pair, _ in links[:MOST_LINKS])
+            self._links = [label[pair] for pair in self._shown]
+            left_out = len(links) - len(self._links)
+            self._traffic.set_yticks(range(len(self._links)), self._links, fontsize=7)
+            self._traffic.set_xlabel(
+                "MB sent by link" + (f" (the first {MOST_LINKS} of {len(links)})" if left_out else "")
+            )
+            self._background = None
+        carried = np.array([self.tally.links[pair] / 1e6 for pair in self._shown])
+        y = np.arange(len(carried))
+        self._carried.set_verts(boxes(np.zeros(len(carried)), carried, y - 0.38, y + 0.38))
+        self._limit(self._traffic, 0, rounded(max(float(carried.max()), 1e-6)), max(len(carried), 2) - 0.4, -0.6)
+
+
+def busiest(rows: np.ndarray, who: Sequence[str], from_s: float, to_s: float) -> dict[str, tuple[str, float]]:
+    """What each process did most in this stretch of time, waiting aside, and the share of it."""
+    if not len(rows):
+        return {}
+    lengths = np.clip(np.minimum(rows["end_s"], to_s) - np.maximum(rows["start_s"], from_s), 0, None)
+    kinds = [kind for kind in ACTIVITIES if kind != "wait"]
+    sums = np.zeros((len(who), len(KINDS)))
+    np.add.at(sums, (places(rows, who).astype(int), rows["kind"]), lengths / max(to_s - from_s, 1e-12))
+    sums = sums[:, [KIND_CODES[kind] for kind in kinds]]
+    return {label: (kinds[int(line.argmax())], float(line.max())) for label, line in zip(who, sums, strict=True)}
+
+
+def boxes(left: np.ndarray, right: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[np.ndarray]:
+    """The corners of rectangles, each (4, 2)."""
+    return list(np.stack([np.stack([left, right, right, left], 1), np.stack([low, low, high, high], 1)], 2))
+
+
+def positions(who: Sequence[str]) -> list[tuple[float, float]]:
+    """Where to draw each process: servers and clients in a row above the others, or equals in a circle."""
+    hubs = [w for w in who if w.startswith(("server", "client"))]
+    others = [w for w in who if w not in hubs]
+    if hubs:
+        rows = -(-len(others) // 8)
+        result = [(x, 0.9) for x in spread(len(hubs))]
+        for i in range(len(others)):
+            line, column = divmod(i, 8)
+            mine = min(8, len(others) - 8 * line)
+            result.append((spread(mine)[column], -0.9 + (0.9 * line / max(rows - 1, 1) if rows > 1 else 0.0)))
+        return result
+    turns = np.linspace(0, 2 * np.pi, len(others), endpoint=False)
+    far = 0.0 if len(others) == 1 else 0.9
+    return [(far * float(np.sin(turn)), far * float(np.cos(turn))) for turn in turns]
+
+
+def spread(count: int) -> list[float]:
+    """So many places from left to right."""
+    return [0.0] if count == 1 else np.linspace(-1.1, 1.1, count).tolist()
+
+
+def rounded(value: float) -> float:
+    """The next number of 1, 1.5, 2, 3, 5, 7 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 1.5, 2, 3, 5, 7, 10) if step * power >= value * (1 - 1e-9))
+
+
+def short(who: str) -> str:
+    """ "w2" for "worker 2"."""
+    return who[:1] + who.partition(" ")[2]

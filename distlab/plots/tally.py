@@ -1,0 +1,178 @@
+"""What a picture of a run that is still under way needs to know, added up as the events come in."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distlab.trace import EVENT, KIND_CODES, KINDS, ROLE_CODES, event, name
+
+BINS = 240  # points of a curve: versions are put together beyond
+RECENT_ROWS = 360  # so many rows of the newest past are shown as a timeline
+SAID = ("death", "revive", "join", "leave", "chief", "restore", "drop", "rate")
+WORDS = {
+    "death": "{who} died",
+    "revive": "{who} is back: a new process has taken its place",
+    "join": "{who} joined",
+    "leave": "{who} left",
+    "chief": "{who} is the chief now",
+    "restore": "{who} was lost: all went back to version {version}",
+    "drop": "worker {worker}'s gradient, read at version {read}, was dropped by {who}",
+    "rate": "from version {version} on, {who} applies with {loss:g} times the learning rate",
+}
+GONE, BACK = ("death", "leave"), ("revive", "join")
+
+
+@dataclass
+class Tally:
+    """Sums over the events so far; their times are seconds from the first one's start.
+
+    Args:
+        num_updates: the version at which the run will be over.
+    """
+
+    num_updates: int
+    first_s: float = float("nan")
+    now_s: float = 0.0
+    version: int = 0
+    num_rows: int = 0
+    ages: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))  # gradients of each staleness
+    links: Counter[tuple[str, str]] = field(default_factory=Counter)  # bytes from whom to whom
+    judged: dict[int, tuple[float, float]] = field(default_factory=dict)  # by version: time, validation loss
+    scores: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)  # by metric, then as judged
+    gone: set[str] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)
+    applied: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    recent: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._sums = np.zeros((4, min(BINS, max(self.num_updates, 1)) + 1))  # rows, loss, version, time
+        self._by_server = False
+
+    def add(self, rows: np.ndarray) -> None:
+        """Add events, in about the order in which they ended."""
+        if not len(rows):
+            return
+        rows = rows[np.argsort(rows["end_s"], kind="stable")]
+        if np.isnan(self.first_s):
+            self.first_s = float(rows["start_s"].min())
+        for field_name in ("start_s", "end_s"):
+            rows[field_name] -= self.first_s
+        self.num_rows += len(rows)
+        self.now_s = max(self.now_s, float(rows["end_s"][-1]))
+        self.seen |= set(np.unique(_keys(rows, "role", "index")).tolist())
+        self._add_notes(rows)
+        self._add_applies(rows[rows["kind"] == KIND_CODES["apply"]])
+        self._add_bytes(rows[rows["bytes"] > 0])
+        self._add_judged(rows)
+        self.recent.append(rows[-2 * RECENT_ROWS :])
+        while sum(map(len, self.recent[1:])) > 2 * RECENT_ROWS:
+            del self.recent[0]
+
+    @property
+    def who(self) -> list[str]:
+        """Every process that has said something: servers and clients first."""
+        order = [ROLE_CODES[role] for role in ("server", "client", "worker", "replica")]
+        return [_named(key) for key in sorted(self.seen, key=lambda key: (order.index((key >> 16) - 1), key))]
+
+    @property
+    def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Version, time in seconds and training loss: means of so many versions as share a point."""
+        some = self._sums[0] > 0
+        count, loss, version, time_s = self._sums[:, some]
+        return version / count, time_s / count, loss / count
+
+    def window(self) -> tuple[np.ndarray, float]:
+        """The newest rows, and how many seconds back they reach."""
+        rows = np.concatenate(self.recent) if self.recent else np.zeros(0, EVENT)
+        if not len(rows):
+            return rows, 1.0
+        ends = np.sort(rows["end_s"])
+        return rows, max(self.now_s - float(ends[-min(len(ends), RECENT_ROWS)]), 1e-6)
+
+    def _add_applies(self, rows: np.ndarray) -> None:
+        if not len(rows):
+            return
+        self.version = max(self.version, int(rows["version"].max()))
+        by_server = rows["role"] == ROLE_CODES["server"]
+        self._by_server |= bool(by_server.any())
+        self.applied.extend(str(event(row)) for row in (rows[by_server] if self._by_server else rows)[-3:])
+        rows = rows[(rows["index"] == 0) & by_server] if self._by_server else rows
+        ages = np.bincount(np.maximum(rows["version"] - 1 - rows["read"], 0))
+        more = np.zeros(max(len(ages), len(self.ages)), np.int64)
+        more[: len(self.ages)] += self.ages
+        more[: len(ages)] += ages
+        self.ages = more
+        rows = rows[np.isfinite(rows["loss"])]
+        bins = self._bins(rows["version"])
+        for line, values in zip(self._sums, (1.0, rows["loss"], rows["version"], rows["end_s"]), strict=True):
+            np.add.at(line, bins, np.asarray(values, float))
+
+    def _bins(self, versions: np.ndarray) -> np.ndarray:
+        last = self._sums.shape[1] - 1
+        return np.clip(versions * last // max(self.num_updates, 1), 0, last)
+
+    def _add_bytes(self, rows: np.ndarray) -> None:
+        pulled = rows["kind"] == KIND_CODES["pull"]  # recorded by who received it
+        mine, peers = _keys(rows, "role", "index"), _keys(rows, "peer_role", "peer")
+        pairs = np.where(pulled, peers << 32 | mine, mine << 32 | peers)
+        links, which = np.unique(pairs, return_inverse=True)
+        for pair, total in zip(links.tolist(), np.bincount(which, rows["bytes"]).tolist(), strict=True):
+            self.links[_named(pair >> 32), _named(pair & 0xFFFFFFFF)] += int(total)
+
+    def _add_judged(self, rows: np.ndarray) -> None:
+        for row in rows[rows["kind"] == KIND_CODES["evaluate"]]:
+            self.judged[int(row["version"])] = float(row["end_s"]), float(row["loss"])
+        for row in rows[rows["kind"] == KIND_CODES.get("metric", 255)]:
+            scores = self.scores.setdefault(int(row["worker"]), {})
+            scores[int(row["version"])] = float(row["end_s"]), float(row["loss"])
+
+    def _add_notes(self, rows: np.ndarray) -> None:
+        codes = [KIND_CODES[kind] for kind in SAID if kind in KIND_CODES]
+        for row in rows[np.isin(rows["kind"], codes)]:
+            kind, who = KINDS[row["kind"]], name(row["role"], row["index"])
+            if kind in GONE:
+                self.gone.add(who)
+            elif kind in BACK:
+                self.gone.discard(who)
+            elif kind == "restore":
+                self._go_back(int(row["version"]))
+            said = WORDS[kind].format(who=who, **{n: row[n].item() for n in ("version", "worker", "read", "loss")})
+            self.notes.append(f"{row['end_s']:.2f} s: {said}")
+
+    def _go_back(self, version: int) -> None:
+        """Forget what was applied after a checkpoint."""
+        self._sums[:, self._bins(np.array([version]))[0] + 1 :] = 0
+        self.judged = {v: seen for v, seen in self.judged.items() if v <= version}
+        self.version = version
+
+
+def _keys(rows: np.ndarray, role: str, index: str) -> np.ndarray:
+    """One number for each row's process."""
+    return rows[role].astype(np.int64) + 1 << 16 | rows[index].astype(np.int64) & 0xFFFF
+
+
+def _named(key: int) -> str:
+    return name((key >> 16) - 1, key & 0xFFFF)
+
+
+def waiting(rows: np.ndarray, from_s: float, to_s: float) -> dict[tuple[str, str], float]:
+    """Who waited for whom, as a share of this stretch of time: where a wait was recorded, and in an all-reduce for the
+    one that came last."""
+    span_s = max(to_s - from_s, 1e-12)
+    shares: Counter[tuple[str, str]] = Counter()
+    waits = rows[(rows["kind"] == KIND_CODES["wait"]) & (rows["end_s"] > from_s)]
+    for role, index, peer_role, peer, start, end in waits[
+        ["role", "index", "peer_role", "peer", "start_s", "end_s"]
+    ].tolist():
+        shares[name(role, index), name(peer_role, peer)] += (min(end, to_s) - max(start, from_s)) / span_s
+    reduces = rows[(rows["kind"] == KIND_CODES["reduce"]) & (rows["end_s"] > from_s)]
+    for step in np.unique(reduces["step"]):
+        mine = reduces[reduces["step"] == step]
+        last = mine[np.argmax(mine["start_s"])]
+        for row in mine:
+            late = min(last["start_s"], row["end_s"]) - max(row["start_s"], from_s)
+            if late > 0:
+                shares[name(row["role"], row["index"]), name(last["role"], last["index"])] += late / span_s
+    return dict(shares)

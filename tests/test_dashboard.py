@@ -1,0 +1,276 @@
+"""The dashboard of a live run and the picture in it, without a browser."""
+
+import asyncio
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import distlab as dl
+from distlab import plots
+from distlab.dashboard import Dashboard
+from distlab.plots.overview import Overview
+from distlab.plots.tally import Tally, waiting
+from distlab.trace import EVENT, KINDS, ROLES, Trace
+
+TASK = dl.tasks.digits()
+STRATEGIES = [
+    dl.SingleWorker(),
+    dl.InGraph(),
+    dl.AsyncPS(),
+    dl.SyncPS(num_servers=2),
+    dl.AllReduce(),
+    dl.LocalSGD(every=4),
+    dl.Hogwild(),
+    dl.WorkerApplies(),
+    dl.BroadcastGradients(),
+]
+
+
+def simulated(strategy: dl.Strategy, num_updates: int = 40, num_workers: int = 3) -> dl.Run:
+    num_workers = 1 if isinstance(strategy, dl.SingleWorker) else num_workers
+    cluster = dl.SimulatedCluster(num_workers)
+    return dl.train(TASK, strategy, cluster, num_updates=num_updates, progress=False)
+
+
+def until(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, "this never came true"
+        time.sleep(0.01)
+
+
+def size(png: bytes) -> tuple[int, int]:
+    return Image.open(io.BytesIO(png)).size
+
+
+def row(kind: str, who: tuple[str, int], **numbers: float) -> np.ndarray:
+    made = np.zeros(1, EVENT)
+    made["kind"], made["role"], made["index"] = KINDS.index(kind), ROLES.index(who[0]), who[1]
+    made["peer_role"], made["peer"], made["worker"] = -1, -1, -1
+    for name, value in numbers.items():
+        made[name] = value
+    return made
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_picture_in_pieces_shows_what_the_whole_run_was(strategy):
+    run = simulated(strategy)
+    rows = run.trace.rows
+    tally = Tally(run.num_updates)
+    for piece in np.array_split(rows, 7):
+        tally.add(piece.copy())
+    assert tally.version == run.num_updates
+    assert tally.who == run.trace.who
+    assert sum(tally.links.values()) == run.bytes_sent
+    assert tally.now_s == pytest.approx(run.seconds)
+    ages = np.arange(len(tally.ages))
+    assert (ages * tally.ages).sum() / tally.ages.sum() == pytest.approx(run.mean_staleness)
+    versions, times, losses = tally.curve
+    assert versions.tolist() == list(range(1, 41))
+    assert losses == pytest.approx(run.history["loss"].to_numpy(), rel=0.3)
+    assert times[-1] == pytest.approx(run.history["time_s"].iloc[-1], rel=0.1)
+    assert plots.plot_overview(run).axes[0].get_xlabel() == "updates applied (version)"
+
+
+def test_last_updates_are_told_in_words():
+    run = simulated(dl.AsyncPS())
+    tally = Tally(40)
+    tally.add(run.trace.rows.copy())
+    last = run.applies[-1]
+    assert tally.applied[-1] == (
+        f"worker {last['worker']}'s gradient, read at version {last['read']}, was applied by server 0 "
+        f"as version 40: staleness {39 - last['read']}"
+    )
+
+
+def test_death_and_return_are_told_and_seen():
+    tally = Tally(10)
+    tally.add(row("death", ("worker", 1), start_s=2.0, end_s=2.0))
+    assert tally.gone == {"worker 1"}
+    assert list(tally.notes) == ["0.00 s: worker 1 died"]
+    tally.add(row("revive", ("worker", 1), start_s=3.0, end_s=3.0))
+    assert tally.gone == set()
+    assert tally.notes[-1] == "1.00 s: worker 1 is back: a new process has taken its place"
+
+
+def test_what_was_applied_after_the_checkpoint_is_forgotten():
+    tally = Tally(10)
+    for version in range(1, 9):
+        tally.add(row("apply", ("server", 0), version=version, read=version - 1, end_s=version, loss=1.0))
+    tally.add(row("restore", ("server", 0), version=5, start_s=9.0, end_s=9.0))
+    assert tally.version == 5
+    assert tally.curve[0].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_who_waits_for_whom():
+    waits = row("wait", ("worker", 2), peer_role=1, peer=0, start_s=1.0, end_s=3.0)
+    assert waiting(waits, 0.0, 4.0) == {("worker 2", "server 0"): pytest.approx(0.5)}
+    assert waiting(waits, 2.0, 4.0) == {("worker 2", "server 0"): pytest.approx(0.5)}
+    ranks = [row("reduce", ("worker", rank), step=1, start_s=rank, end_s=4.0) for rank in range(3)]
+    shares = waiting(np.concatenate(ranks), 0.0, 4.0)
+    assert shares == {("worker 0", "worker 2"): pytest.approx(0.5), ("worker 1", "worker 2"): pytest.approx(0.25)}
+
+
+@pytest.mark.parametrize("kind", ["compute", "apply", "death"])
+def test_run_of_one_event_draws(kind):
+    one = row(kind, ("worker", 0), version=1, start_s=5.0, end_s=5.0, loss=1.0)
+    assert plots.plot_overview(Trace(one)).axes
+
+
+def test_nothing_at_all_is_a_picture_of_a_run_that_has_not_begun():
+    assert size(Overview(10).png()) == (960, 656)
+
+
+def test_million_events_leave_a_few_boxes():
+    rows = simulated(dl.AsyncPS()).trace.rows
+    many = np.tile(rows, 1_000_000 // len(rows) + 1)
+    shift = np.repeat(np.arange(len(many) // len(rows)), len(rows))
+    for name in ("start_s", "end_s"):
+        many[name] += shift * rows["end_s"].max()
+    many["version"] += shift * 40
+    view = Overview(int(many["version"].max()), 3)
+    view.add(many)
+    assert view.tally.num_rows == len(many) >= 1_000_000
+    assert sum(map(len, view.tally.recent)) <= 1000
+    assert len(view.tally.curve[0]) <= 241
+    assert size(view.png()) == (960, 656)
+
+
+@pytest.mark.parametrize("cluster", [dl.LocalCluster, dl.SimulatedCluster], ids=["real", "simulated"])
+def test_two_dashboards_agree_and_the_last_picture_stays(cluster):
+    live = dl.start(TASK, dl.AsyncPS(), cluster(2), num_updates=60)
+    boards = [Dashboard(live), Dashboard(live)]
+    for board in boards:
+        board.start()
+    run = live.wait()
+    for board in boards:
+        board.finish()
+    assert boards[0].png == boards[1].png
+    assert size(boards[0].png) == (960, 656)
+    assert [board.view.tally.num_rows for board in boards] == [len(run.trace)] * 2
+    assert [board.log for board in boards] == ["", ""]
+
+
+def test_finished_run_shows_its_last_picture():
+    live = dl.start(TASK, dl.SyncPS(), dl.SimulatedCluster(2), num_updates=10)
+    live.wait()
+    board = Dashboard(live)
+    board.start()
+    board.finish()
+    assert board.view.tally.version == 10
+    assert board.drawn >= 1
+    assert size(board.png) == (960, 656)
+
+
+def test_buttons_kill_revive_and_stop_and_say_what_cannot_be():
+    with dl.LocalCluster(3) as cluster:
+        live = dl.start(TASK, dl.AsyncPS(), cluster, num_updates=1_000_000)
+        board = Dashboard(live)
+        board.start()
+        until(lambda: board.view.tally.version > 20)
+        board._worker.value = 1
+        press(board, "Kill")
+        until(lambda: board.view.tally.gone == {"worker 1"})
+        press(board, "Kill")
+        until(lambda: "worker 1 is gone already: there is nothing to kill" in board.log)
+        press(board, "Revive")
+        until(lambda: board.view.tally.gone == set())
+        here = board.view.tally.version
+        until(lambda: board.view.tally.version > here)
+        press(board, "Add a worker")
+        until(lambda: "worker 3" in board.view.tally.who)
+        until(lambda: ("worker 3", 3) in board._worker.options)
+        pictures = board.drawn
+        until(lambda: board.drawn > pictures + 1)
+        press(board, "Stop")
+        run = live.wait()
+    assert {event.who for event in run.trace.where("death")} == {"worker 1"}
+    board.finish()
+    assert not board._thread.is_alive()
+
+
+def test_simulated_run_pauses_steps_and_plays():
+    live = dl.start(TASK, dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=50, paused=True)
+    board = Dashboard(live)
+    board.start()
+    press(board, "Step")
+    until(lambda: live.launched.events >= 1)
+    assert live.state == "running"
+    press(board, "Play")
+    assert live.wait().num_updates == 50
+
+
+def test_impossible_order_is_told_and_the_picture_goes_on():
+    live = dl.start(TASK, dl.AllReduce(), dl.SimulatedCluster(1), num_updates=50, paused=True)
+    board = Dashboard(live)
+    board.buttons["Kill"]
+    board._orders.put(("Kill worker 7", lambda: live.kill(worker=7)))
+    board.start()
+    until(lambda: "Kill worker 7: " in board.log)
+    live.resume()
+    live.wait()
+    board.finish()
+    assert board.view.tally.version == 50
+
+
+def press(board: Dashboard, name: str) -> None:
+    boxes = [child for box in board.box.children[:2] for child in box.children]
+    next(child for child in boxes if getattr(child, "description", "") == name).click()
+
+
+def test_run_can_be_awaited():
+    async def both() -> tuple[dl.Run, int]:
+        live = dl.start(TASK, dl.AsyncPS(), dl.LocalCluster(2), num_updates=60)
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while live.state == "running":
+                turns += 1
+                await asyncio.sleep(0.01)
+
+        beside = asyncio.create_task(other())
+        run = await live
+        await beside
+        return run, turns
+
+    run, turns = asyncio.run(both())
+    assert run.num_updates == 60
+    assert turns > 1
+
+
+def test_await_raises_what_ended_the_run():
+    async def fails() -> None:
+        live = dl.start(TASK, dl.AllReduce(), dl.SimulatedCluster(2), num_updates=50, paused=True)
+        live.kill()
+        await live
+
+    with pytest.raises(dl.ProcessLost, match=r"LiveRun\.kill"):
+        asyncio.run(fails())
+
+
+def test_executed_notebook_keeps_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import nbformat
+
+    from lessons.build import Client
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [
+        nbformat.v4.new_code_cell(
+            "import distlab as dl\n"
+            "live = dl.start(dl.tasks.digits(), dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=200)\n"
+            "live.dashboard()"
+        ),
+        nbformat.v4.new_code_cell("run = await live\nrun.num_updates"),
+    ]
+    Client(notebook, timeout=120, store_widget_state=False).execute(cwd=str(tmp_path))
+    kept = [output.get("data", {}) for output in notebook.cells[0].outputs]
+    assert any("image/png" in data for data in kept)
+    assert not any("application/vnd.jupyter.widget-view+json" in data for data in kept)
+    assert notebook.cells[1].outputs[-1].data["text/plain"] == "200"
