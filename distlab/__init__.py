@@ -8,6 +8,9 @@ A run is a task, a strategy and a cluster:
     run.history, run.trace, run.model, run.evaluate()
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from distlab import tasks, theory
 from distlab.check import PromiseBroken, check_strategy
 from distlab.checkpoint import BadCheckpoint, Checkpoint, latest_checkpoint, load_checkpoint
@@ -47,7 +50,13 @@ from distlab.task import Task, accuracy
 from distlab.trace import Event, Trace
 from distlab.train import start, train
 
+if TYPE_CHECKING:
+    from distlab.dashboard import Explorer as Explorer
+
 __version__ = "0.1.0"
+
+#: What needs ipywidgets and matplotlib: imported when it is first asked for, and by no star.
+LATE = {"Explorer": "distlab.dashboard"}
 
 __all__ = [  # noqa: RUF022  # in the order in which the lessons meet them
     "tasks",
@@ -98,3 +107,13 @@ __all__ = [  # noqa: RUF022  # in the order in which the lessons meet them
     "PromiseBroken",
     "RemoteError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(LATE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *LATE])
