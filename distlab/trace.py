@@ -204,6 +204,8 @@ class Trace:
     def stretches(self) -> list[tuple["Trace", float]]:
         """The parts of a run that went back to checkpoints, and up to which version each of them holds."""
         backs = self.select("restore")
+        if not len(backs):
+            return [(self, NO_VERSION)]
         rows, ends = self.rows[self.rows["kind"] != KIND_CODES["restore"]], [-math.inf, *backs["end_s"], math.inf]
         parts = [rows[(rows["end_s"] > start) & (rows["end_s"] <= stop)] for start, stop in pairwise(ends)]
         return [(Trace(part), backs["version"][i:].min(initial=NO_VERSION)) for i, part in enumerate(parts)]

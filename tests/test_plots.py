@@ -1,5 +1,9 @@
 """What is in the pictures: as many marks as there are events."""
 
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
@@ -9,6 +13,8 @@ import distlab as dl
 from distlab import plots
 from distlab.plots import plot_timeline
 from distlab.trace import EVENT, KINDS, Trace
+
+ROOT = Path(__file__).parents[1]
 
 
 def picture(strategy: dl.Strategy):
@@ -153,6 +159,145 @@ def test_a_long_stretch_is_put_together_and_says_so():
     assert "40,000 events, put together" in figure.axes[0].get_title(loc="right")
     assert "put together" not in plots.plot_timeline(many(500), to_s=100.0).axes[0].get_title(loc="right")
     assert "the first 400 of" in plots.plot_versions(hogs_twice()).axes[0].get_title(loc="left")
+
+
+PICTURES = {
+    "loss": plots.plot_loss,
+    "speedup": lambda run: plots.plot_speedup({"runs": [run]}),
+    "timeline": plots.plot_timeline,
+    "utilization": plots.plot_utilization,
+    "staleness": plots.plot_staleness,
+    "versions": plots.plot_versions,
+    "traffic": plots.plot_traffic,
+    "ledger": plots.plot_ledger,
+    "comparison": plots.plot_comparison,
+}
+
+
+def told(figure) -> str:
+    """All text in a picture."""
+    axes = figure.axes[0]
+    return " ".join(
+        [axes.get_title(loc="left"), axes.get_title(loc="right"), *(text.get_text() for text in axes.texts)]
+    )
+
+
+@pytest.fixture(scope="module")
+def long_run() -> dl.Run:
+    """Of a million events, at virtual times, with drops."""
+    return benchmark().long_run(dl.SyncPS(num_backup_workers=1))
+
+
+def benchmark():
+    spec = importlib.util.spec_from_file_location("plots_benchmark", ROOT / "benchmarks" / "plots.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def marks(figure) -> int:
+    """Points, boxes, bars and words that there are to draw."""
+    return sum(
+        sum(len(line.get_xdata()) for line in axes.lines)
+        + sum(len(boxes.get_paths()) for boxes in axes.collections)
+        + len(axes.patches)
+        + len(axes.texts)
+        for axes in figure.axes
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "remark"),
+    [
+        ("loss", "a point for each 7 of 25,"),
+        ("speedup", ""),
+        ("timeline", "1,000,000 events, put together"),
+        ("utilization", "1,000,000 events, in 2,000 parts of the time"),
+        ("staleness", ""),
+        ("versions", "the first 400 of 18"),
+        ("traffic", ""),
+        ("ledger", ""),
+        ("comparison", "a point for each 7 of 25,"),
+    ],
+)
+def test_a_million_events_are_few_marks_and_the_picture_says_so(long_run, name, remark):
+    figure = benchmark().pictures(long_run)[f"plot_{name}"]()
+    assert len(long_run.trace) == 1_000_000
+    assert 1 <= marks(figure) < 25_000
+    assert remark in told(figure)
+
+
+def test_a_long_ledger_balances_and_has_every_gradient(long_run):
+    found = widths(plots.plot_ledger(long_run))
+    assert long_run.ledger.balances
+    assert sum(found.values()) == len(long_run.trace.where("compute").rows)
+    assert found["dropped"] == len(long_run.trace.select("drop")) > 1000
+
+
+def test_many_ages_share_bars_and_still_add_up(hogs):
+    rows = hogs.trace.rows.copy()
+    rows["version"][rows["kind"] == KINDS.index("apply")] *= 17
+    old = replace(hogs, trace=Trace(rows))
+    figure = plots.plot_staleness(old)
+    bars = figure.axes[0].containers[0]
+    assert len(bars) <= 200
+    assert "a bar for each 17 ages" in told(figure)
+    assert sum(bar.get_height() for bar in bars) == pytest.approx(1)
+    mean = sum(bar.get_height() * (bar.get_x() + bar.get_width() / 2) for bar in bars)
+    assert mean == pytest.approx(old.mean_staleness, abs=17)
+
+
+def short(strategy: dl.Strategy, num_workers: int, num_updates: int) -> dl.Run:
+    cluster = dl.SimulatedCluster(num_workers, compute=0.1)
+    return dl.train(regression(), strategy, cluster, num_updates=num_updates, progress=False)
+
+
+def cut(*kinds: str, last_s: float = np.inf) -> dl.Run:
+    """What is left of a run when it ends early."""
+    run = short(dl.AsyncPS(), 3, 9)
+    rows = run.trace.rows[np.isin(run.trace.rows["kind"], [KINDS.index(kind) for kind in kinds])].copy()
+    rows["end_s"] = np.minimum(rows["end_s"], last_s)
+    rows["start_s"] = np.minimum(rows["start_s"], rows["end_s"])
+    return replace(run, trace=Trace(rows))
+
+
+SHORT = {
+    "one update": lambda: short(dl.AsyncPS(), 1, 1),
+    "one update of three": lambda: short(dl.SyncPS(), 3, 1),
+    "nothing sent": lambda: short(dl.SingleWorker(), 1, 5),
+    "no push": lambda: short(dl.AllReduce(), 3, 3),
+    "no push and no server": lambda: short(dl.Hogwild(), 3, 9),
+    "replicas": lambda: short(dl.InGraph(), 3, 2),
+    "nothing applied": lambda: cut("compute", "wait"),
+    "nothing computed": lambda: cut("wait"),
+    "no time": lambda: cut("compute", "push", "apply", last_s=0.0),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("picture", PICTURES)
+@pytest.mark.parametrize("case", SHORT)
+def test_short_and_empty_runs_are_drawn(case, picture):
+    figure = PICTURES[picture](SHORT[case]())
+    figure.canvas.draw()
+    assert marks(figure) >= 1
+
+
+@pytest.mark.parametrize(
+    ("picture", "case", "why"),
+    [
+        ("loss", "nothing applied", "no update was applied"),
+        ("speedup", "no time", "no run is long enough to have a rate"),
+        ("utilization", "no time", "nothing took any time"),
+        ("staleness", "nothing applied", "nothing was applied"),
+        ("versions", "nothing applied", "nothing was applied from 0 s on"),
+        ("traffic", "nothing sent", "no message was sent"),
+        ("ledger", "nothing computed", "no gradient was computed"),
+        ("comparison", "nothing applied", "no update was applied"),
+    ],
+)
+def test_empty_picture_says_why(picture, case, why):
+    assert why in told(PICTURES[picture](SHORT[case]()))
 
 
 def hogs_twice() -> dl.Run:

@@ -11,13 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from distlab.options import options
-from distlab.plots.paper import BLUE, FATES, GREY, ORANGE, PINK, RED, SKY, blank, shown, trace_of
+from distlab.plots.paper import BLUE, FATES, GREY, ORANGE, PINK, RED, SKY, blank, nothing, remark, shown, trace_of
 from distlab.reports import ledger
 from distlab.run import Run
 from distlab.theory import staleness_probability
 from distlab.trace import ROLES, Trace, name
 
 AGES = ListedColormap(colormaps["cividis_r"](np.linspace(0.2, 1, 256)))  # without what is pale on white
+MOST_BARS = 200  # of ages: more are put together
 MOST_ARROWS = 400  # of a space-time diagram: among more nobody finds one
 WHERE = {
     "server": (ORANGE, "///"),
@@ -44,22 +45,28 @@ def plot_staleness(of: Trace | Run, *, num_workers: int | None = None) -> Figure
     """
     trace = trace_of(of)
     rows = of.applies if isinstance(of, Run) else trace.applies
+    figure, axes = blank(6.5, 3.2)
+    axes.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients")
     if not len(rows):
-        raise ValueError("nothing was applied: there is nothing to draw")
+        nothing(axes, "nothing was applied")
+        return shown(figure)
     ages = rows["version"] - 1 - rows["read"]
     if num_workers is None and isinstance(of, Run) and ages.any():
         num_workers = of.num_workers
-    values, counts = np.unique(ages, return_counts=True)
-    figure, axes = blank(6.5, 3.2)
-    axes.bar(values, counts / len(ages), width=0.8, color=BLUE, label=f"measured, {len(ages):,} gradients")
+    wide = -(-(int(ages.max()) + 1) // MOST_BARS)  # ages that share a bar
+    values, counts = np.unique(ages // wide, return_counts=True)
+    middles = values * wide + (wide - 1) / 2
+    axes.bar(middles, counts / len(ages), width=0.8 * wide, color=BLUE, label=f"measured, {len(ages):,} gradients")
+    if wide > 1:
+        remark(axes, f"a bar for each {wide} ages")
     axes.axvline(ages.mean(), color=RED, linestyle="--", linewidth=1.2, label=f"mean {ages.mean():.2f}")
     if num_workers is not None and num_workers > 1:
-        all_ages = np.arange(0, max(int(values.max()), 2 * num_workers) + 1)
-        expected = [staleness_probability(int(age), num_workers) for age in all_ages]
+        firsts = np.arange(0, max(int(ages.max()), 2 * num_workers) + 1, wide)
+        shares = [staleness_probability(age, num_workers) for age in range(int(firsts[-1]) + wide)]
+        expected = np.add.reduceat(shares, firsts)
         told = f"{num_workers} workers, exponential times"
-        axes.plot(all_ages, expected, "o-", color=ORANGE, markersize=3, linewidth=1, label=told)
-    axes.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients")
-    axes.set_xlim(-0.9, max(float(values.max()), 4.0) + 0.9)
+        axes.plot(firsts + (wide - 1) / 2, expected, "o-", color=ORANGE, markersize=3, linewidth=1, label=told)
+    axes.set_xlim(-0.9, max(float(ages.max()), 4.0) + 0.9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize="small")
     return shown(figure)
@@ -86,8 +93,6 @@ def plot_versions(of: Trace | Run, *, from_s: float = 0.0, to_s: float | None = 
     rows = rows[(rows["end_s"] >= from_s) & (rows["end_s"] <= (np.inf if to_s is None else to_s))]
     left_out = max(len(rows) - MOST_ARROWS, 0)
     rows = rows[:MOST_ARROWS]
-    if not len(rows):
-        raise ValueError(f"nothing was applied from {from_s:g} s on: there is nothing to draw")
     begun = {(w, s): start for w, s, start in trace.select("compute")[["worker", "step", "start_s"]].tolist()}
     segments, ages = [], []
     for role, index, worker, step, end_s, version, read in rows[
@@ -108,6 +113,8 @@ def plot_versions(of: Trace | Run, *, from_s: float = 0.0, to_s: float | None = 
     axes.set_yticks(range(len(who)), who, fontsize="small")
     axes.set(xlabel="time (s)", ylim=(max(len(who), 3) - 0.4, -0.6))
     axes.autoscale_view(scaley=False)
+    if not len(rows):
+        nothing(axes, f"nothing was applied from {from_s:g} s on")
     figure.colorbar(arrows, ax=axes, label="staleness", pad=0.01, ticks=MaxNLocator(6, integer=True))
     if left_out:
         axes.set_title(f"the first {MOST_ARROWS} of {MOST_ARROWS + left_out:,} gradients", loc="left", fontsize="small")
@@ -130,9 +137,9 @@ def plot_traffic(of: Trace | Run) -> Figure:
         if kind == "pull":  # recorded by who received it
             who, to = name(peer_role, peer), ROLES[role]
         sent.setdefault(who, {})[to] = sent.get(who, {}).get(to, 0) + num_bytes
-    if not any(by_role for by_role in sent.values()):
-        raise ValueError("no message of this trace has bytes: there is nothing to draw")
     figure, axes = blank(7.0, 1.0 + 0.36 * len(sent))
+    if not any(sent.values()):
+        nothing(axes, "no message was sent")
     left = np.zeros(len(sent))
     for to, (colour, hatch) in WHERE.items():
         widths = np.array([by_role.get(to, 0) / 1e6 for by_role in sent.values()])
@@ -141,8 +148,14 @@ def plot_traffic(of: Trace | Run) -> Figure:
             bars(axes, widths, left, colour, hatch, label)
     axes.set_yticks(range(len(sent)), list(sent), fontsize="small")
     axes.set(xlabel="MB sent", ylim=(len(sent) - 0.4, -0.6))
-    figure.legend(ncols=len(WHERE), frameon=False, fontsize="small", loc="outside lower center")
+    explain(figure)
     return shown(figure)
+
+
+def explain(figure: Figure) -> None:
+    """Say below the picture what its bars are, if there are any."""
+    if kinds := len(figure.axes[0].containers):
+        figure.legend(ncols=kinds, frameon=False, fontsize="small", loc="outside lower center")
 
 
 def bars(axes: Axes, widths: np.ndarray, left: np.ndarray, colour: str, hatch: str, label: str) -> None:
@@ -178,19 +191,19 @@ def plot_ledger(of: Trace | Run) -> Figure:
     'applied'
     """
     book = ledger(trace_of(of))
-    if not book.entries:
-        raise ValueError("no gradient was computed: there is nothing to draw")
-    counts: Mapping[str, Mapping[int, int]] = book.table().to_dict()
-    workers = sorted({entry.worker for entry in book.entries})
-    figure, axes = blank(7.0, 1.0 + 0.36 * len(workers))
+    counts: Mapping[str, Mapping[int, int]] = (table := book.table()).to_dict()
+    workers = table.index.tolist()
+    figure, axes = blank(7.0, 1.0 + 0.36 * max(len(workers), 1))
+    if not workers:
+        nothing(axes, "no gradient was computed")
     left = np.zeros(len(workers))
     for fate, (colour, hatch) in FATES.items():
         widths = np.array([counts[fate].get(worker, 0) for worker in workers])
         if widths.any():
             bars(axes, widths, left, colour, hatch, fate)
     axes.set_yticks(range(len(workers)), [f"worker {worker}" for worker in workers], fontsize="small")
-    axes.set(xlabel="gradients", ylim=(len(workers) - 0.4, -0.6))
-    figure.legend(ncols=len(FATES), frameon=False, fontsize="small", loc="outside lower center")
+    axes.set(xlabel="gradients", ylim=(max(len(workers), 1) - 0.4, -0.6))
+    explain(figure)
     if not book.balances:
         axes.set_title("does not balance: see run.ledger.problems", loc="left", fontsize="small", color=RED)
     return shown(figure)

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from distlab.options import nearest, options
-from distlab.plots.paper import GREY, LINES, blank, named, shown
+from distlab.plots.paper import GREY, LINES, blank, named, nothing, remark, shown
 from distlab.run import Run
 
 MOST_POINTS = 4000  # of a line: more would be drawn over each other
@@ -40,8 +40,14 @@ def draw_losses(axes: Axes, runs: Mapping[str, Run], against: str, window: int) 
     for (label, run), (colour, style) in zip(runs.items(), LINES * 9, strict=False):
         history = run.history
         smooth = history["loss"].rolling(window, min_periods=1).mean()
-        every = -(-len(history) // MOST_POINTS)
-        axes.plot(history[against][::every], smooth[::every], color=colour, linestyle=style, label=label)
+        every = -(-len(history) // MOST_POINTS) or 1
+        if every > 1:
+            remark(axes, f"a point for each {every} of {len(history):,} updates")
+        mark = "o" if len(history) == 1 else None  # one point is no line
+        few = slice(None, None, every)
+        axes.plot(history[against][few], smooth[few], color=colour, linestyle=style, marker=mark, label=label)
+    if not any(len(run.applies) for run in runs.values()):
+        nothing(axes, "no update was applied")
     axes.set(ylabel=f"training loss (mean of {window})", yscale="log")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
@@ -74,12 +80,15 @@ def plot_speedup(
     styles = iter(LINES * 9)
     for name, by_number in rates.items():
         numbers, (colour, style) = sorted(by_number), next(styles)
-        speedups = [by_number[n] / by_number[numbers[0]] * numbers[0] for n in numbers]
+        base = by_number[numbers[0]] / numbers[0] or float("nan")  # of one update there is no rate
+        speedups = [by_number[n] / base for n in numbers]
         axes.plot(numbers, speedups, "o", color=colour, linestyle=style, label=name)
     counts = np.arange(1, most + 1)
     for name, speedup in (theory or {}).items():
         colour, style = next(styles)
         axes.plot(counts, [speedup(int(n)) for n in counts], color=colour, linestyle=style, linewidth=1, label=name)
+    if all(np.isnan(np.asarray(line.get_ydata(), float)).all() for line in axes.lines):
+        nothing(axes, "no run is long enough to have a rate")
     axes.plot([1, most], [1, most], color=GREY, linestyle=":", linewidth=1)
     axes.set(xlabel="workers", ylabel="times as fast as one")
     axes.legend(frameon=False, fontsize="small")
@@ -92,5 +101,8 @@ def rates_of(values: Mapping[int, float] | Sequence[Run], per: str) -> dict[int,
         raise ValueError(f"per must be 'samples' or 'updates', got {per!r}")
     if isinstance(values, Mapping):
         return dict(values)
-    rate = {"samples": lambda run: run.applies["samples"].sum() / run.seconds, "updates": lambda run: run.updates_per_s}
+    rate = {
+        "samples": lambda run: run.applies["samples"].sum() / (run.seconds or np.inf),
+        "updates": lambda run: run.updates_per_s,
+    }
     return {run.num_workers: float(rate[per](run)) for run in values}

@@ -71,6 +71,16 @@ def shown(figure: Figure) -> Figure:
     return figure
 
 
+def remark(axes: Axes, told: str, pad: float = 4.0) -> None:
+    """Say in a small grey line above the picture what it leaves out or puts together."""
+    axes.set_title(told, loc="right", fontsize=7, color=GREY, pad=pad)
+
+
+def nothing(axes: Axes, told: str) -> None:
+    """Say in the middle of an empty picture why it is empty."""
+    axes.text(0.5, 0.5, told, transform=axes.transAxes, ha="center", va="center", color=GREY)
+
+
 def trace_of(of: Trace | Run) -> Trace:
     """A trace, or a run's; ValueError if there is nothing in it."""
     trace = of.trace if isinstance(of, Run) else of

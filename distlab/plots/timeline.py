@@ -11,13 +11,15 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from distlab.options import options
-from distlab.plots.paper import ACTIVITIES, GREEN, GREY, RED, blank, shown, trace_of
+from distlab.plots.paper import ACTIVITIES, GREEN, RED, blank, nothing, remark, shown, trace_of
 from distlab.run import Run
 from distlab.trace import KINDS, ROLE_CODES, Trace
 
 MOST_BOXES = 4000  # of a kind: more are put together where they would be drawn over each other
 MOST_LINES = 400  # of versions
+MOST_CROSSES = 400  # side by side on a line: drops between two of them are one
 BINS = 2000
+SHORTEST_S = 1e-6  # stretch of time that is drawn
 
 
 @options
@@ -30,7 +32,7 @@ def plot_timeline(trace: Trace | Run, *, from_s: float = 0.0, to_s: float | None
         title: above the picture.
     """
     trace = trace_of(trace)
-    to_s = to_s if to_s is not None else _first_updates(trace, 12, from_s)
+    to_s = to_s if to_s is not None else _first_updates(trace, 12, from_s) or SHORTEST_S
     if not to_s > from_s:
         raise ValueError(f"to_s must be after from_s, got {from_s} to {to_s}")
     figure, axes = blank(8.0, 1.2 + 0.42 * len(trace.who))
@@ -69,6 +71,10 @@ def plot_utilization(of: Trace | Run) -> Figure:
             left += widths
     axes.set_yticks(range(len(who)), who, fontsize="small")
     axes.set(xlabel="share of the time", xlim=(0, 1), ylim=(len(who) - 0.4, -0.6))
+    if not drawn:
+        nothing(axes, "nothing took any time")
+    if len(trace) > BINS:
+        remark(axes, f"{len(trace):,} events, in {BINS:,} parts of the time")
     draw_activities(figure, drawn)
     return shown(figure)
 
@@ -87,23 +93,27 @@ def covered(rows: np.ndarray, who: Sequence[str], span_s: float) -> np.ndarray:
 
 def draw_timeline(axes: Axes, trace: Trace, from_s: float, to_s: float) -> list[str]:
     """Draw a stretch of a trace; returns the kinds of activity in it."""
+    if not len(trace):
+        return []
+    to_s = max(to_s, from_s + SHORTEST_S)
     rows = trace.rows[(trace.rows["end_s"] >= from_s) & (trace.rows["start_s"] <= to_s)]
     thin_s = (to_s - from_s) / 400  # what is shorter is drawn this wide, or nobody would see it
     drawn = [kind for kind in ACTIVITIES if _bars(axes, rows, trace.who, kind, thin_s)]
-    if _drops(axes, rows, trace.who):
+    if _drops(axes, rows, trace.who, (to_s - from_s) / MOST_CROSSES):
         drawn.append("drop")
     _versions(axes, rows[(rows["end_s"] >= from_s) & (rows["end_s"] <= to_s)], to_s - from_s)
     axes.set(xlim=(from_s, to_s), ylim=(max(len(trace.who), 3) - 0.4, -0.6))
     axes.set_yticks(range(len(trace.who)), trace.who, fontsize="small")
     if len(rows) > MOST_BOXES:
-        told = f"{len(rows):,} events, put together where they would lie over each other"
-        axes.set_title(told, loc="right", fontsize=7, color=GREY, pad=14)
+        remark(axes, f"{len(rows):,} events, put together where close", 14)
     return drawn
 
 
 def draw_activities(figure: Figure, drawn: Sequence[str]) -> None:
     handles = [_patch(kind) for kind in drawn]
-    figure.legend(handles=handles, ncols=len(drawn), frameon=False, fontsize="small", loc="outside lower center")
+    figure.legend(
+        handles=handles, ncols=max(len(drawn), 1), frameon=False, fontsize="small", loc="outside lower center"
+    )
 
 
 def _first_updates(trace: Trace, count: int, from_s: float) -> float:
@@ -147,11 +157,13 @@ def together(left: np.ndarray, right: np.ndarray, y: np.ndarray, thin_s: float) 
     return first, last, (keys >> 40).astype(float)
 
 
-def _drops(axes: Axes, rows: np.ndarray, who: Sequence[str]) -> bool:
+def _drops(axes: Axes, rows: np.ndarray, who: Sequence[str], apart_s: float) -> bool:
     """A cross where a worker's gradient was refused; False if none was."""
     mine = rows[rows["kind"] == KINDS.index("drop")]
-    places = [who.index(f"worker {worker}") for worker in mine["worker"]]
-    axes.plot(mine["end_s"], places, "x", color=RED, markersize=7, markeredgewidth=2)
+    keys = mine["worker"].astype(np.int64) << 40 | np.floor(mine["end_s"] / apart_s).astype(np.int64)
+    few = mine[np.sort(np.unique(keys, return_index=True)[1])] if len(mine) > MOST_CROSSES else mine
+    places = [who.index(f"worker {worker}") for worker in few["worker"]]
+    axes.plot(few["end_s"], places, "x", color=RED, markersize=7, markeredgewidth=2)
     return bool(len(mine))
 
 

@@ -7,7 +7,7 @@ balance in every run; if they did not, somebody would have trained on a gradient
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -70,9 +70,10 @@ class Ledger:
         """A row per worker, a column per fate."""
         import pandas as pd
 
-        rows = pd.DataFrame([vars(e) for e in self.entries], columns=list(Entry.__annotations__))
-        counts = rows.groupby(["worker", "fate"]).size().unstack(fill_value=0)
-        return counts.reindex(columns=list(FATES), fill_value=0)
+        counts = Counter([(e.worker, e.fate) for e in self.entries])
+        workers = pd.Index(sorted({worker for worker, _ in counts}), name="worker")
+        columns = {fate: [counts[worker, fate] for worker in workers] for fate in FATES}
+        return pd.DataFrame(columns, index=workers).rename_axis(columns="fate")
 
 
 def ledger(trace: Trace) -> Ledger:
@@ -100,16 +101,20 @@ def book(trace: Trace, *, all_killed: bool = False) -> Ledger:
     dead = set((trace.rows if all_killed else deaths[np.isin(deaths["role"], computers)])["worker"].tolist())
     all_lost = bool(np.isin(deaths["role"], holders).any())  # a gradient may be lost with who was to apply it
     fates, problems = outcomes(trace)
-    latest = dict(sorted(computed.keys()))  # in order, so that each worker's last step is the one that stays
+    latest = dict(computed.keys())  # in order, so that each worker's last step is the one that stays
     begins = lives(trace)
-    missing = sorted(key for key in set(fates) - set(computed) if key[0] not in dead or is_gap(key, computed, begins))
-    cut_off = {key: (fates[key][2], fates[key][3]) for key in set(fates) - set(computed) - set(missing)}
+    unheard_of = sorted(key for key in fates if key not in computed)
+    missing = [key for key in unheard_of if key[0] not in dead or is_gap(key, computed, begins)]
+    cut_off = {key: (fates[key][2], fates[key][3]) for key in set(unheard_of) - set(missing)}
     problems += [f"worker {w}'s gradient of step {s} was {fates[w, s][0]}, but never computed" for w, s in missing]
     begun = set(unique(trace.select("local")))  # in a round that had not ended
-    vanished = sorted((w, s) for w, s in set(computed) - set(fates) - begun if s < latest[w] and not len(deaths))
+    silent = [(w, s) for w, s in computed if s < latest[w] and (w, s) not in fates and (w, s) not in begun]
+    vanished = [] if len(deaths) else silent
     problems += [f"worker {w}'s gradient of step {s} vanished: it was neither used nor refused" for w, s in vanished]
     entries = []
-    for (worker, step), (samples, batch) in sorted((computed | cut_off).items()):
+    everything = computed | cut_off
+    for worker, step in sorted(everything):
+        samples, batch = everything[worker, step]
         unheard = "lost" if all_lost or worker in dead else "unused"
         fate, version, said, _ = fates.get((worker, step), (unheard, -1, samples, batch))
         if 0 < samples != said:
@@ -120,6 +125,8 @@ def book(trace: Trace, *, all_killed: bool = False) -> Ledger:
 
 def bound(books: Sequence[tuple[Ledger, float]]) -> Ledger:
     """One ledger of those of a run's stretches. What was made after the checkpoint at which the next begins is lost."""
+    if len(books) == 1:
+        return books[0][0]
     entries: list[Entry] = []
     for said, last in books:
         void = [e.fate in ("applied", "split", "unused") and not 0 <= e.version <= last for e in said.entries]
@@ -136,8 +143,9 @@ def is_gap(key: tuple[int, int], computed: Iterable[tuple[int, int]], begins: di
 
 
 def unique(rows: np.ndarray) -> dict[tuple[int, int], tuple[int, int]]:
-    """(worker, step) -> samples and batch; a gradient that was computed in parts counts once."""
+    """(worker, step) -> samples and batch, in order; a gradient that was computed in parts counts once."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
+    rows = rows[np.lexsort((rows["step"], rows["worker"]))]
     for worker, step, samples, batch in rows[["worker", "step", "samples", "batch"]].tolist():
         found[worker, step] = max((samples, batch), found.get((worker, step), (0, -1)))
     return found
@@ -148,9 +156,11 @@ def lives(trace: Trace) -> dict[int, list[int]]:
 
     Of a process that was killed soon, only others may have said so.
     """
+    came = np.concatenate([trace.select("revive"), trace.select("join")])
+    if not len(came):
+        return {}
     rows = np.concatenate([trace.select("compute"), *(heard(trace, kind) for kind in FATE_OF)])
     found: dict[int, set[int]] = defaultdict(set)
-    came = np.concatenate([trace.select("revive"), trace.select("join")])
     for worker, since_s in came[["worker", "end_s"]].tolist():
         its = rows[rows["worker"] == worker]
         late = its["start_s"] >= since_s
@@ -166,18 +176,21 @@ def heard(trace: Trace, kind: str) -> np.ndarray:
 
 def outcomes(trace: Trace) -> tuple[dict[tuple[int, int], tuple[str, int, int, int]], list[str]]:
     """(worker, step) -> (fate, version, samples, batch), and what contradicts itself."""
-    found: dict[tuple[int, int], dict[int, tuple[str, int, int, int]]] = {}
+    found: dict[int, dict[tuple[int, int], tuple[str, int, int, int]]] = defaultdict(dict)  # by server
     problems: list[str] = []
     server = ROLES.index("server")
     for kind, fate in FATE_OF.items():
         for row in heard(trace, kind)[["role", "index", "worker", "step", "version", "samples", "batch"]].tolist():
             role, index, worker, step, version, samples, batch = row
             ending = (fate, version if fate == "applied" else -1, samples, batch)
-            before = found.setdefault((worker, step), {}).setdefault(index if role == server else 0, ending)
-            if before[:2] != ending[:2]:
+            before = found[index if role == server else 0].setdefault((worker, step), ending)
+            if before is not ending and before[:2] != ending[:2]:
                 problems.append(f"worker {worker}'s gradient of step {step} was {before[0]}, then {fate}")
-    num_servers = len({place for places in found.values() for place in places})
-    return {key: together(places, num_servers) for key, places in found.items()}, problems
+    if len(found) == 1:  # nobody to agree with
+        return next(iter(found.values())), problems
+    keys = {key: None for said in found.values() for key in said}
+    by_place = {key: {place: said[key] for place, said in found.items() if key in said} for key in keys}
+    return {key: together(places, len(found)) for key, places in by_place.items()}, problems
 
 
 def together(places: dict[int, tuple[str, int, int, int]], num_servers: int) -> tuple[str, int, int, int]:
