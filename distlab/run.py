@@ -125,7 +125,7 @@ class Run:
     def evaluations(self) -> "pd.DataFrame":
         """A row per evaluation that the chief made on the way: version, time_s, loss and a column per metric.
 
-        Empty without ``train(evaluate_every=...)``. Of a run that failed, loss is all that is known.
+        Empty without ``train(evaluate_every=...)``. It comes from the trace.
         """
         from distlab.reports import evaluations
 

@@ -42,6 +42,7 @@ KINDS = (
     "join",  # a new process is one more worker, or has taken the number of one that had left
     "leave",  # a worker: it was asked to leave, and holds `version`
     "restore",  # this process was lost, and nobody else has what it held: all began anew at the checkpoint of `version`
+    "metric",  # the chief: of parameters of `version`, the task's metric with the number `worker` is `loss`
 )
 ROLES = ("worker", "server", "client", "replica")
 
@@ -94,6 +95,8 @@ class Event:
         return self.version - 1 - self.read
 
     def __str__(self) -> str:
+        if self.kind == "metric":
+            return f"{self.who}: metric {self.worker} of version {self.version} was {self.loss:.4g}"
         if self.kind != "apply":
             return f"{self.who}: {self.kind} from {self.start_s:.4f} s to {self.end_s:.4f} s"
         return (

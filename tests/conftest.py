@@ -2,6 +2,7 @@
 
 import sys
 
+import browser
 import cloudpickle
 import pytest
 import torch
@@ -64,3 +65,12 @@ def padded():
     """Four workers, each as if it had a device of its own: a gradient takes 5 ms."""
     with dl.LocalCluster(num_workers=4, compute_time_s=0.005) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    """A private JupyterLab with a browser beside it (see browser.py); skips where there is no browser."""
+    if why := browser.absent():
+        pytest.skip(why)
+    with browser.start_lab(tmp_path_factory.mktemp("lab")) as running:
+        yield running

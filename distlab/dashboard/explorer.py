@@ -71,8 +71,8 @@ class Explorer:
         self._drawing = False
         self._changed = threading.Condition()
         self._draw()
-        if self._error is not None and headless():
-            raise self._error
+        if headless():
+            self.figure()  # or raise what the function raised
         for widget in self.controls.values():
             widget.observe(self._move, "value")
 
@@ -188,7 +188,7 @@ def check_default(fits: bool, function: str, name: str, start: Any, choice: Any)
 
 def is_number(value: Any) -> bool:
     """True for a finite int or float."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
 def png(figure: Figure) -> bytes:

@@ -18,6 +18,13 @@ def plot_comparison(runs: Run | Sequence[Run] | Mapping[str, Run], *, span_s: fl
     Args:
         runs: as for `plot_loss`.
         span_s: how long a stretch, taken from the middle of each run.
+
+    >>> import distlab as dl
+    >>> cluster = dl.SimulatedCluster(2, compute=0.1)
+    >>> kinds = dl.AsyncPS(), dl.SyncPS()
+    >>> runs = [dl.train(dl.tasks.digits(), kind, cluster, num_updates=3, progress=False) for kind in kinds]
+    >>> [axes.get_title(loc="left") for axes in plot_comparison(runs).axes]
+    ['', 'AsyncPS()', 'SyncPS()']
     """
     by_name = named(runs)
     lines = -(-len(by_name) // 2)

@@ -30,6 +30,11 @@ def plot_timeline(trace: Trace | Run, *, from_s: float = 0.0, to_s: float | None
         trace: a trace, or a run for its trace.
         from_s, to_s: which stretch of it; by default the first 12 updates.
         title: above the picture.
+
+    >>> import distlab as dl
+    >>> run = dl.train(dl.tasks.digits(), dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=3, progress=False)
+    >>> [text.get_text() for text in plot_timeline(run).axes[0].get_yticklabels()]
+    ['server 0', 'worker 0', 'worker 1']
     """
     trace = trace_of(trace)
     to_s = to_s if to_s is not None else _first_updates(trace, 12, from_s) or SHORTEST_S

@@ -33,10 +33,14 @@ def evaluations(run: Run) -> "pd.DataFrame":
 
     rows = run.trace.select("evaluate")
     table = pd.DataFrame({"version": rows["version"], "time_s": rows["end_s"], "loss": rows["loss"]})
-    judged = {row["version"]: row for row in run.judged}  # what a chief that was lost saw, only its trace knows
-    for name in run.judged[0] if run.judged else ():
-        if name not in table:
-            table[name] = [judged.get(version, {}).get(name, float("nan")) for version in rows["version"].tolist()]
+    judged = {row["version"]: row for row in run.judged}  # names, where there is no task, and runs saved before
+    names = [name for name in (run.judged[0] if run.judged else ()) if name not in table]
+    if run.task is not None and len(rows):
+        names = list(run.task.metrics)
+    seen = {(w, v): value for w, v, value in run.trace.select("metric")[["worker", "version", "loss"]].tolist()}
+    for number, name in enumerate(names):
+        old = [judged.get(version, {}).get(name, float("nan")) for version in rows["version"].tolist()]
+        table[name] = [seen.get((number, v), usual) for v, usual in zip(rows["version"].tolist(), old, strict=True)]
     return table
 
 

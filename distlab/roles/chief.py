@@ -49,6 +49,9 @@ class Chief:
         idle = dict.fromkeys(("loss", *self._task.metrics), math.nan)
         done = self._timed(lambda: self._evaluate(params), idle)
         self._fabric.record("evaluate", done.start_s, done.end_s, version=params.version, loss=done.value["loss"])
+        for number, name in enumerate(self._task.metrics):
+            said = {"worker": number, "version": params.version, "loss": done.value[name]}
+            self._fabric.record("metric", done.end_s, done.end_s, **said)
         self.judged.append({"version": params.version, **done.value})
         self._write(params.version, {f"validation/{name}": value for name, value in done.value.items()})
 
