@@ -5,7 +5,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,19 @@ from distlab.strategies.base import Job, Strategy
 from distlab.task import Task
 
 APPLY = trace.KINDS.index("apply")
-COMINGS = [trace.KINDS.index(kind) for kind in ("death", "leave", "revive", "join")]
+LOOK_S = 0.05  # how often who waits for the end looks for what is new
 
 
 class Listener:
-    """Keeps what a run says. Filled by the watching thread, read by any."""
+    """Keeps what a run says. Filled by the watching thread, read by any.
+
+    Attributes:
+        lines: what was printed, only ever longer: each reader remembers how far it has read.
+    """
 
     def __init__(self, job: Job, strategy: Strategy, cluster: Cluster) -> None:
         self.parts: list[np.ndarray] = []
-        self.lines: list[str] = []  # of which each reader knows how far it has come
-        self.gone: set[Peer] = set()  # who has died or left
+        self.lines: list[str] = []
         self.version = 0 if job.begin is None else job.begin.version
         self.loss = float("nan")
         self.begin: Checkpoint | None = job.begin
@@ -45,9 +49,6 @@ class Listener:
         self.parts.append(rows)
         if self.collector is not None:
             self.collector.events(rows)
-        for row in rows[np.isin(rows["kind"], COMINGS)]:
-            peer = Peer(trace.ROLES[row["role"]], int(row["index"]))
-            (self.gone.add if trace.KINDS[row["kind"]] in ("death", "leave") else self.gone.discard)(peer)
         applied = rows[rows["kind"] == APPLY]
         if len(applied):
             self.version = max(self.version, int(applied["version"].max()))
@@ -89,7 +90,7 @@ class Listener:
 class LiveRun:
     """A run under way, in other processes; this one stays free.
 
-    If the last reference to it goes, so do its processes.
+    If the last reference to it goes, so do its processes. A notebook can ``await`` it, and stays free meanwhile.
     """
 
     def __init__(self, task: Task, strategy: Strategy, cluster: Cluster, job: Job, paused: bool = False) -> None:
@@ -122,13 +123,15 @@ class LiveRun:
 
     @property
     def is_simulated(self) -> bool:
-        """Can it be paused and stepped?"""
+        """Has it a virtual clock, which can go at another speed?"""
         return isinstance(self.launched, SimulatedRun)
 
     @property
     def state(self) -> str:
-        """ "running" or "ended"."""
-        return "running" if self.launched.wait(0) is None else "ended"
+        """ "running", "paused" or "ended"."""
+        if self.launched.wait(0) is not None:
+            return "ended"
+        return "paused" if self.paused else "running"
 
     @property
     def num_updates(self) -> int:
@@ -155,10 +158,10 @@ class LiveRun:
         return self._listener.parts[since:], list(self._listener.lines)
 
     def dashboard(self) -> None:
-        """Show the run below this cell of a notebook, with buttons that slow, kill, revive, add and remove workers.
+        """Show the run below this cell of a notebook, with buttons for what can be done to it.
 
-        A simulated run can also be paused and stepped. The kernel stays free: ``await live`` in the next cell returns
-        the run. When it ends, an ordinary picture stays. Needs ipywidgets and matplotlib."""
+        The kernel stays free: ``await live`` in the next cell returns the run, and leaves one that is paused to the
+        buttons. When it ends, an ordinary picture stays. Needs ipywidgets and matplotlib."""
         from distlab.dashboard import Dashboard
 
         self._dashboards.append(made := Dashboard(self))
@@ -178,8 +181,6 @@ class LiveRun:
         the trace. All its processes are gone then."""
         if worker is server is client is None:
             self.launched.kill()
-        elif worker is not None and Peer("worker", worker) in self._listener.gone:
-            self._listener.say(f"worker {worker} is gone already: there is nothing to kill")
         else:
             self._change(Scenario.kill, worker=worker, server=server, client=client, at_s=0.0)
 
@@ -223,8 +224,10 @@ class LiveRun:
 
     @options
     def pause(self, *, worker: int | None = None, for_s: float = math.inf) -> None:
-        """Let a worker stand still for a while; without a word of which, let nothing more happen for now (a simulated
-        run only, as are `resume`, `step` and `params`)."""
+        """Let a worker stand still for a while; without a word of which, let nothing more happen for now.
+
+        What is done to a paused run comes true when it goes on, but for `stop` and the end of all. Real processes are
+        stopped as soon as all have found each other; a run under torchrun cannot be paused."""
         if worker is None:
             self.launched.pause()
         elif for_s == math.inf:
@@ -243,13 +246,29 @@ class LiveRun:
         self._scenario = said
         self.launched.change(said.changes[-1])
 
-    def resume(self) -> None:
-        """Go on after `pause` or `step`."""
-        self.launched.resume()
+    def resume(self, speed: float | None = None) -> None:
+        """Go on after `pause` or `step`.
+
+        Args:
+            speed: virtual seconds for a real one, from now on; None is as fast as can be. Real processes go at 1.
+        """
+        self.launched.resume(speed)
 
     def step(self, events: int = 1) -> float:
-        """Let so many events of the virtual clock happen, then pause; returns the virtual time in seconds."""
+        """Let so many events of the virtual clock happen, then pause; returns the virtual time in seconds.
+
+        Of a real run, at least so many updates happen, and the time is `now_s`."""
         return self.launched.step(events)
+
+    @property
+    def paused(self) -> bool:
+        """Does it stand still, after `pause` or `step`, until `resume`?"""
+        return self.launched.paused
+
+    @property
+    def now_s(self) -> float:
+        """The virtual time in seconds; of a real run, seconds since all processes found each other, without pauses."""
+        return self.launched.now_s
 
     def params(self) -> dict[str, Tensor]:
         """What each process holds as parameters, by name, each (size,): a worker's own beside the server's."""
@@ -262,37 +281,50 @@ class LiveRun:
             names the worker; its attribute ``run`` holds what was measured.
             KeyboardInterrupt ends the run's processes first.
         """
-        self.launched.resume()
-        with bar(self, progress and self._cluster.is_chief) as advance:
-            try:
-                while (ending := self.launched.wait(0.05)) is None:
-                    self._print()
-                    advance()
-            except BaseException:
-                self.launched.kill()
-                raise
-            self._listener.close()
-            self._print()
-            advance()
+        self._go_on()
+        with self._watching(progress) as look:
+            while (ending := look(LOOK_S)) is None:
+                pass
         return self._finish(ending)
 
     def __await__(self) -> Generator[Any, None, Run]:
-        """``await live`` is `wait` that lets a notebook's other work go on; a run with a dashboard stays paused."""
+        """The same as `wait`, but the event loop goes on meanwhile; to cancel it ends the run's processes."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Run:
         if not self._dashboards:
-            self.launched.resume()
+            self._go_on()
         self.awaited = True
         try:
-            while (ending := self.launched.wait(0)) is None:
-                self._print()
-                yield from asyncio.sleep(0.05).__await__()
-        except BaseException:
-            self.launched.kill()
-            raise
+            with self._watching(progress=False) as look:
+                while (ending := look(0)) is None:
+                    await asyncio.sleep(LOOK_S)
         finally:
             self.awaited = False
-        self._listener.close()
-        self._print()
         return self._finish(ending)
+
+    def _go_on(self) -> None:
+        if self.paused:  # or its speed would change
+            self.launched.resume()
+
+    @contextmanager
+    def _watching(self, progress: bool) -> Iterator[Callable[[float], Ending | None]]:
+        """A way to look for the end, for so many seconds, and to print what is new; an interrupt ends the run."""
+
+        def look(within_s: float) -> Ending | None:
+            ending = self.launched.wait(within_s)
+            if ending is not None:
+                self._listener.close()
+            self._print()
+            advance()
+            return ending
+
+        with bar(self, progress and self._cluster.is_chief) as advance:
+            try:
+                yield look
+            except BaseException:
+                self.launched.kill()
+                raise
 
     def _print(self) -> None:
         """Print what the processes printed since, unless a dashboard does."""

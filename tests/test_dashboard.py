@@ -177,7 +177,7 @@ def test_buttons_kill_revive_and_stop_and_say_what_cannot_be():
         press(board, "Kill")
         until(lambda: board.view.tally.gone == {"worker 1"})
         press(board, "Kill")
-        until(lambda: "worker 1 is gone already: there is nothing to kill" in board.log)
+        until(lambda: "worker 1 is dead already: nothing was killed" in board.log)
         press(board, "Revive")
         until(lambda: board.view.tally.gone == set())
         here = board.view.tally.version
@@ -200,16 +200,38 @@ def test_simulated_run_pauses_steps_and_plays():
     board.start()
     press(board, "Step")
     until(lambda: live.launched.events >= 1)
-    assert live.state == "running"
+    assert live.state == "paused"
+    board._speed.value = 100.0
+    assert live.paused, "until it shall go on"
     press(board, "Play")
+    until(lambda: live.launched._speed == 100.0)
+    board._speed.value = None
     assert live.wait().num_updates == 50
+
+
+def test_real_run_pauses_and_plays():
+    with dl.LocalCluster(2) as cluster:
+        live = dl.start(TASK, dl.AsyncPS(), cluster, num_updates=1_000_000)
+        board = Dashboard(live)
+        board.start()
+        until(lambda: board.view.tally.version > 5)
+        press(board, "Pause")
+        until(lambda: live.paused and live.now_s == live.now_s)
+        here = live.version
+        press(board, "Step")
+        until(lambda: live.version > here)
+        until(lambda: board._status.value.startswith("<b>paused</b>"))
+        press(board, "Play")
+        until(lambda: live.version > here + 20)
+        press(board, "Stop")
+        live.wait()
+    assert board.log == ""
 
 
 def test_impossible_order_is_told_and_the_picture_goes_on():
     live = dl.start(TASK, dl.AllReduce(), dl.SimulatedCluster(1), num_updates=50, paused=True)
     board = Dashboard(live)
-    board.buttons["Kill"]
-    board._orders.put(("Kill worker 7", lambda: live.kill(worker=7)))
+    board.order("Kill worker 7", lambda: live.kill(worker=7))
     board.start()
     until(lambda: "Kill worker 7: " in board.log)
     live.resume()

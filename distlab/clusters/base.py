@@ -17,7 +17,9 @@ from distlab.fabric.network import Change
 from distlab.options import Options
 from distlab.strategies.base import Job, Outcome, Strategy
 
-ONLY_SIMULATED = "only a simulated run can be paused, stepped and looked into: use a SimulatedCluster"
+ONLY_SIMULATED = "only a simulated run can begin paused and be looked into: use a SimulatedCluster"
+NOT_HERE = "a run under torchrun cannot be paused and stepped: use a LocalCluster or a SimulatedCluster"
+ONE_PACE = "real processes go at their own speed, which is 1, got speed={!r}: use a SimulatedCluster"
 
 
 class Sink(Protocol):
@@ -88,14 +90,26 @@ class Launched(ABC):
 
     def pause(self) -> None:
         """Let nothing more happen for now."""
-        raise DistlabError(ONLY_SIMULATED)
+        raise DistlabError(NOT_HERE)
 
-    def resume(self) -> None:  # noqa: B027
-        """Go on after a pause; nothing to do for what is never paused."""
+    def resume(self, speed: float | None = None) -> None:
+        """Go on after a pause, at so many seconds of the run for a real one."""
+        if speed not in (None, 1):
+            raise DistlabError(ONE_PACE.format(speed))
 
     def step(self, events: int = 1) -> float:
-        """Let so many events happen, then pause; returns the time."""
-        raise DistlabError(ONLY_SIMULATED)
+        """Let so many events (of a real run: updates) happen, then pause; returns the time."""
+        raise DistlabError(NOT_HERE)
+
+    @property
+    def paused(self) -> bool:
+        """Does it stand still until it is told to go on?"""
+        return False
+
+    @property
+    def now_s(self) -> float:
+        """The time of the run in seconds, without its pauses."""
+        return 0.0
 
     def params(self) -> dict[str, Tensor]:
         """What each process holds as parameters at this moment, by name; copies."""

@@ -13,7 +13,13 @@ from distlab.strategies.base import Job, Strategy
 
 
 class Home(Protocol):
-    """What `Processes` asks of the place where they live."""
+    """What `Processes` asks of the place where they live.
+
+    Attributes:
+        can_pause: do connections outlive the silence of processes that stand still?
+    """
+
+    can_pause: bool
 
     def open(self, strategy: Strategy, job: Job) -> None:
         """All processes are about to begin, for the first time or anew."""
@@ -31,6 +37,8 @@ class Here:
     Args:
         where: how its processes find those of other hosts.
     """
+
+    can_pause = True
 
     def __init__(self, links: str, *, where: Where | None = None) -> None:
         self._links, self._where = links, where

@@ -74,6 +74,8 @@ class FarMember(Member):
 class Everywhere:
     """All ranks' hosts, as rank 0 uses them."""
 
+    can_pause = False  # the kernel ends a connection whose other end has been silent for too long
+
     def __init__(self, crew: Crew, reports: "Reports") -> None:
         self._crew, self._reports = crew, reports
         self._here, self._members = here(crew), dict[int, FarMember]()

@@ -65,6 +65,7 @@ class Member:
     computed: int = -1  # the last step of which it, or one whose place it has taken, had a gradient
     heard_s: float = field(default_factory=time.monotonic)  # when it last gave a sign of life
     stopped: bool = False  # by a scenario
+    killed: bool = False  # by a scenario, and its death may not yet be noticed
     leaves: bool = False  # as it was asked to
     gave_up: str = ""  # why it was ended, if it was
     line: list[str] = field(default_factory=list)  # printed, but not yet ended

@@ -6,10 +6,12 @@ this process, at once.
 """
 
 import base64
+import ctypes
 import json
 import math
 import os
 import shutil
+import signal
 import sys
 import threading
 import traceback
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,6 +36,7 @@ from distlab.strategies.base import Job, Outcome, Strategy, outcome_of
 from distlab.trace import Buffer, Recorder
 
 FLUSH_S = 0.05
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Control:
 def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> None:
     """The target of the new process. Never returns: `os._exit`, so that a dead peer cannot hang the exit."""
     os.setsid()  # an interrupt of the caller's terminal or kernel must not reach this process
+    wake_with_parent()
     redirect(out)
     control = Control(pipe)
     clock.set_ahead(place.ahead_s)
@@ -129,6 +134,17 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def wake_with_parent() -> None:
+    """Go on when the fork server ends: who stands still could not hear that the caller is gone.
+
+    The server ends with the caller, once nobody else holds the pipe by which it knows; it gives each process an end."""
+    held = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    if sys.platform == "linux" and held is not None:
+        os.close(held)
+        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def run(

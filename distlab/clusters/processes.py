@@ -15,15 +15,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from distlab.clusters.base import Ending, Launched, Sink
+from distlab.clusters.base import NOT_HERE, Ending, Launched, Sink
 from distlab.clusters.faults import Faults
 from distlab.clusters.home import Home
 from distlab.clusters.member import Member, lost, notice, rebuild
 from distlab.clusters.process import Place
 from distlab.clusters.scenario import peer_of
-from distlab.errors import PeerLost, ProcessLost
+from distlab.errors import DistlabError, PeerLost, ProcessLost
 from distlab.fabric import Peer
 from distlab.fabric.network import Change
+from distlab.options import check_count
 from distlab.packing import from_bytes
 from distlab.strategies.base import Job, Outcome, Strategy
 from distlab.trace import EVENT, KIND_CODES
@@ -72,8 +73,13 @@ class Processes(Launched):
         self._open_ends: dict[Any, tuple[Member, bool]] = {}
         self._members: dict[Peer, Member] = {}
         self._ended: list[Member] = []  # those whose place another has taken
+        self._awaited: list[Peer] = []  # whose place another takes as soon as they are dead
         self._went_back: list[int] = []  # to the checkpoints of which versions
         self._deadline = math.inf  # after a failure, for what is still to be heard
+        self._turn = threading.Condition()
+        self._until = math.inf  # the version at which all stand still; -1: they shall now
+        self._held_s = math.inf  # since when they do
+        self._over_s = math.inf
         try:
             self._begin_all()
         except BaseException as error:  # an interrupt, say: nobody would watch those that have started
@@ -109,7 +115,7 @@ class Processes(Launched):
         return {str(m.me): m.pid for m in self._members.values()}
 
     def stop(self) -> None:
-        self._stopping = True
+        self._stopping, self._until = True, math.inf
         self._order("stop")
         self._end_by_s = min(self._end_by_s, time.monotonic() + self._cluster.failure_timeout_s)
 
@@ -120,6 +126,65 @@ class Processes(Launched):
         self._killed = self._killed or why
         self._kill_all()
         self._over.wait()
+
+    def pause(self) -> None:
+        self._run_until(-1)
+
+    def resume(self, speed: float | None = None) -> None:
+        super().resume(speed)
+        with self._turn:
+            self._until = math.inf
+            self._turn.notify_all()
+
+    def step(self, events: int = 1) -> float:
+        self._run_until(self._sink.version + check_count("events", events))
+        return self.now_s
+
+    @property
+    def paused(self) -> bool:
+        return self._until < 0 and not self._over.is_set()
+
+    @property
+    def now_s(self) -> float:
+        with self._turn:
+            return max(0.0, min(time.monotonic(), self._held_s, self._over_s) - self._began_s)
+
+    def _run_until(self, version: float) -> None:
+        """Return when all stand still, at that version, or when somebody lets them go on."""
+        if not self._home.can_pause:
+            raise DistlabError(NOT_HERE)
+        with self._turn:
+            self._until = version
+            self._turn.wait_for(lambda: self._until == math.inf or self._over.is_set() or self._holds)
+
+    @property
+    def _holds(self) -> bool:
+        return self._until < 0 and self._held_s < math.inf
+
+    def _stand_or_go(self) -> None:
+        """Stop all, or let them go on, as is wanted. The time between does not count."""
+        with self._turn:
+            wanted = self._until <= self._sink.version and self._deadline == math.inf
+            if wanted and self._held_s == math.inf and self._began_s < math.inf and self._all_linked:
+                self._until, self._held_s = -1, time.monotonic()
+                for member in self._running():
+                    member.signal(signal.SIGSTOP)
+            elif not wanted and self._held_s < math.inf:
+                self._go_on()
+            self._turn.notify_all()
+
+    def _go_on(self) -> None:
+        now = time.monotonic()
+        self._began_s += now - self._held_s
+        self._end_by_s += now - self._held_s
+        self._held_s = math.inf
+        for member in self._running():
+            member.heard_s = now
+            if not member.stopped:
+                member.signal(signal.SIGCONT)
+
+    def _running(self) -> list[Member]:
+        return [m for m in self._members.values() if m.control in self._open_ends and not (m.said or m.gave_up)]
 
     def _kill_all(self) -> None:
         for member in list(self._members.values()):
@@ -138,7 +203,10 @@ class Processes(Launched):
         try:
             self._end()
         finally:
-            self._over.set()
+            with self._turn:
+                self._over_s = time.monotonic()
+                self._over.set()
+                self._turn.notify_all()
 
     def _end(self) -> None:
         for member in [*self._members.values(), *self._ended]:
@@ -148,7 +216,9 @@ class Processes(Launched):
     def _pump(self) -> None:
         """Turn pipes, deaths and the scenario into events, until every process has ended or one has failed."""
         while self._open_ends and time.monotonic() < self._deadline:
-            self._let_come_true()
+            self._stand_or_go()
+            if self._held_s == math.inf:
+                self._let_come_true()
             for end in wait(list(self._open_ends), timeout=self._pause_s()):
                 if end not in self._open_ends:  # all have begun anew
                     continue
@@ -157,7 +227,8 @@ class Processes(Launched):
                     del self._open_ends[end]
                     if is_control:
                         self._bury(member)
-            self._look_for_silence()
+            if self._held_s == math.inf:
+                self._look_for_silence()
             if self._killed:  # and some had not begun then
                 self._kill_all()
             if self._failures and self._deadline == math.inf:
@@ -169,6 +240,8 @@ class Processes(Launched):
             self._ending.error = self._missed[-1]
 
     def _pause_s(self) -> float:
+        if self._held_s < math.inf:
+            return TICK_S
         return min(TICK_S, max(0.0, self._faults.next_s - (time.monotonic() - self._began_s)))
 
     def _let_come_true(self) -> None:
@@ -187,10 +260,12 @@ class Processes(Launched):
                 self._remove_worker(change.worker)
             elif (member := self._members.get(peer)) is not None:
                 self._strike(member, change, begins)
+        for peer in list(self._awaited):
+            self._take_place(peer)
 
     def _strike(self, member: Member, change: Change, begins: bool) -> None:
         if change.kind == "kill":
-            member.kill()
+            self._end_one(member)
         elif change.kind == "revive":
             self._revive(member)
         elif change.kind == "pause":
@@ -199,13 +274,33 @@ class Processes(Launched):
         else:
             member.order("weather", *self._faults.weather(member.me).said)
 
+    def _end_one(self, member: Member) -> None:
+        if member.said or member.killed or member.control not in self._open_ends:
+            gone = "has ended" if member.said else "is dead"
+            self._sink.output(member.me, f"{member.me} {gone} already: nothing was killed")
+        member.killed = True
+        member.kill()
+
     def _revive(self, member: Member) -> None:
-        """A new process, in the place of one that has died."""
+        """A new process, in the place of one that has died, or that will."""
         me = member.me
-        if member.control in self._open_ends or not self._all_linked:  # it is still there, or its death not yet noticed
-            self.change(Change("revive", me.index, 0.0))
+        if me in self._awaited:
+            self._sink.output(me, f"another takes the place of {me} already, as soon as it is dead")
             return
-        if not (member.said or self._failures or self._end_by_s < math.inf):
+        if member.control in self._open_ends and not (member.said or member.killed):
+            state = "lives" if member.linked else "is on its way"
+            self._sink.output(me, f"{me} {state}: another takes its place as soon as it is dead")
+        self._awaited.append(me)
+
+    def _take_place(self, me: Peer) -> None:
+        member = self._members[me]
+        if member.control in self._open_ends or not self._all_linked:  # it is still there, or its death not yet noticed
+            return
+        self._awaited.remove(me)
+        if member.said or self._failures or self._end_by_s < math.inf:
+            why = f"{me} has ended" if member.said else "the run comes to its end"
+            self._sink.output(me, f"{why}: nobody takes its place")
+        else:
             self._come(me, "revive", "takes the place of the one that was lost")
 
     def _come(self, me: Peer, kind: str, does: str) -> None:
@@ -260,7 +355,7 @@ class Processes(Launched):
     def _look_for_silence(self) -> None:
         """End whoever gives no sign of life, or does not come to an end."""
         now, limit = time.monotonic(), self._cluster.failure_timeout_s
-        running = [m for m in self._members.values() if m.control in self._open_ends and not (m.said or m.gave_up)]
+        running = self._running()
         for member in running:
             if now - member.heard_s > limit and not member.stopped:
                 member.give_up(f"silent for {limit:g} s, and ended")
@@ -365,6 +460,9 @@ class Processes(Launched):
         kept = self._sink.go_back()
         if kept is None or self._went_back[-TRIALS:] == [kept.version] * TRIALS:
             return False
+        with self._turn:
+            if self._held_s < math.inf:  # all stand still again once they have found each other
+                self._go_on()
         self._went_back.append(kept.version)
         self._sink.events(notice("restore", member, version=kept.version))
         self._sink.output(member.me, f"{lost(member)}; all begin anew at the checkpoint of version {kept.version}")

@@ -16,7 +16,7 @@ from distlab.errors import ProcessLost, RemoteError
 from distlab.fabric import Peer
 from distlab.fabric.network import Change
 from distlab.fabric.simulated import SimulatedFabric, World
-from distlab.options import check_count
+from distlab.options import check_count, check_positive
 from distlab.randomness import undisturbed
 from distlab.strategies.base import Job, Layout, Strategy, outcome_of
 
@@ -52,6 +52,9 @@ class SimulatedRun(Launched):
         self.ahead_s = -time.monotonic()  # the virtual clock begins now
         self._turn = threading.Condition()
         self._allowed: float = 0 if paused else math.inf  # events that may still happen before the next pause
+        self._flushed_s, self._stands = 0.0, False  # until it may go on?
+        self._speed: float | None = None  # virtual seconds for a real one; None: as fast as it can
+        self._reached = 0.0, time.monotonic()  # the virtual time, and when it was that
         self._orders: list[Callable[[], None]] = []
         self._killed, self._stopping = "", False  # by whom; has somebody asked for an early end?
         self._told: list[tuple[str, Peer]] = []  # changes of the membership
@@ -83,8 +86,24 @@ class SimulatedRun(Launched):
     def pause(self) -> None:
         self._allow(0)
 
-    def resume(self) -> None:
-        self._allow(math.inf)
+    def resume(self, speed: float | None = None) -> None:
+        self._allow(math.inf, None if speed is None else check_positive("speed", speed))
+
+    @property
+    def paused(self) -> bool:
+        return self._allowed <= 0 and not self._over.is_set()
+
+    @property
+    def now_s(self) -> float:
+        if self.world is None:
+            return 0.0
+        env = self.world.env
+        return max(env.now, min(env.peek(), self._due_s()))
+
+    def _due_s(self) -> float:
+        """How far the virtual clock may be by now, if it keeps its pace."""
+        (virtual_s, since_s), speed = self._reached, self._speed
+        return virtual_s + (time.monotonic() - since_s) * (speed or 0.0)
 
     def params(self) -> dict[str, Tensor]:
         nodes = self.world.nodes if self.world is not None else {}
@@ -93,12 +112,13 @@ class SimulatedRun(Launched):
     def step(self, events: int = 1) -> float:
         self._allow(check_count("events", events))
         with self._turn:
-            self._turn.wait_for(lambda: self._allowed <= 0 or self._over.is_set())
-        return self.world.env.now if self.world else 0.0
+            self._turn.wait_for(lambda: (self._allowed <= 0 and self._stands) or self._over.is_set())
+        return self.now_s
 
-    def _allow(self, events: float) -> None:
+    def _allow(self, events: float, speed: float | None = None) -> None:
         with self._turn:
-            self._allowed = events
+            self._reached = self.now_s, time.monotonic()
+            self._allowed, self._speed = events, speed
             self._turn.notify_all()
 
     def _order(self, order: Callable[[], None]) -> None:
@@ -108,7 +128,8 @@ class SimulatedRun(Launched):
 
     def _stop(self) -> None:
         assert self.world is not None
-        self._allowed, self._stopping = math.inf, True
+        self._stopping = True
+        self._allow(math.inf)
         for node in self.world.nodes.values():
             node.stopping = True
             node.wake()
@@ -183,7 +204,7 @@ class SimulatedRun(Launched):
         """A line that is said while the run is on."""
         world = self.world
         assert world is not None, "nothing is ordered before there is a world"
-        now, node = world.env.now, world.nodes.get(peer_of(change, self._layout))
+        now, node = self.now_s, world.nodes.get(peer_of(change, self._layout))
         change = replace(change, from_s=now + change.from_s, to_s=now + change.to_s)
         if change.kind in ELASTIC:
             self._schedule(change)
@@ -204,8 +225,14 @@ class SimulatedRun(Launched):
             world.at(change.from_s, lambda _: self._remove_worker(world, change.worker))
 
     def _revive(self, world: World, peer: Peer) -> None:
-        """A new process, in the place of one that has died."""
-        if not world.nodes[peer].dead:
+        """A new process, in the place of one that has died, or that will."""
+        node = world.nodes[peer]
+        if peer in self._awaited:
+            self._sink.output(peer, f"another takes the place of {peer} already, as soon as it is dead")
+        elif not node.tasks and not node.dead:
+            self._sink.output(peer, f"{peer} has ended: nobody takes its place")
+        elif not node.dead:
+            self._sink.output(peer, f"{peer} lives: another takes its place as soon as it is dead")
             self._awaited[peer] = "revive"
         elif self._strategy.survives(peer):
             self._come(world, peer, "revive")
@@ -259,17 +286,15 @@ class SimulatedRun(Launched):
             node.tell(what, peer)
 
     def _let_happen(self, world: World) -> None:
-        told_s = time.monotonic()
         try:
             while not world.over and not self._killed:
-                if self._allowed < math.inf or self._orders:
-                    self._wait_for_turn()
-                elif not self.events % 256 and time.monotonic() - told_s > FLUSH_S:
-                    self._flush()
-                    told_s = time.monotonic()
-                if not self._killed:
-                    world.step()
-                    self.events += 1
+                if self._allowed < math.inf or self._orders or self._speed is not None:
+                    if not self._wait_for_turn(world):
+                        continue
+                elif not self.events % 256:
+                    self._flush(FLUSH_S)
+                world.step()
+                self.events += 1
         finally:
             self._flush()
 
@@ -287,13 +312,18 @@ class SimulatedRun(Launched):
             if node.chief is not None:
                 node.chief.close()
 
-    def _flush(self) -> None:
-        if self.world is not None:
+    def _flush(self, after_s: float = 0.0) -> None:
+        """Hand over the events, if the last were handed over so long ago."""
+        now = time.monotonic()
+        if self.world is not None and now - self._flushed_s >= after_s:
+            self._flushed_s = now
             self.world.events.flush()
 
     def _kill(self, node: SimulatedFabric) -> None:
         if node.dead or not node.tasks:
-            return  # it has ended before
+            gone = "is dead" if node.dead else "has ended"
+            self._sink.output(node.me, f"{node.me} {gone} already: nothing was killed")
+            return
         now = node.now()
         node.record("death", now, now, worker=node.me.index)
         left = any(not outcome.parted for outcome in self._ending.outcomes.values())
@@ -309,13 +339,28 @@ class SimulatedRun(Launched):
         if node.me in self._awaited and self._strategy.survives(node.me):
             node.world.at(now, lambda _: self._come(node.world, node.me, self._awaited.pop(node.me)))
 
-    def _wait_for_turn(self) -> None:
-        if self._allowed <= 0:
-            self._flush()
+    def _wait_for_turn(self, world: World) -> bool:
+        """Wait until the next event may happen, or there are orders, which are obeyed; may it?"""
+        self._flush(0.0 if self._left_s(world) > FLUSH_S else FLUSH_S)
         with self._turn:
+            self._stands = self._allowed <= 0
             self._turn.notify_all()
-            self._turn.wait_for(lambda: self._allowed > 0 or self._orders)
+            while not self._orders and (left_s := self._left_s(world)) > 0:
+                self._turn.wait(min(left_s, threading.TIMEOUT_MAX))
+                self._stands = self._allowed <= 0
+                self._turn.notify_all() if self._stands else None
             orders, self._orders = self._orders, []
+            self._stands = False
             self._allowed -= not orders
         for order in orders:
             order()
+        return not orders
+
+    def _left_s(self, world: World) -> float:
+        """Real seconds until the next event may happen."""
+        if self._allowed <= 0:
+            return math.inf
+        next_s = world.env.peek()
+        if self._speed is None or next_s == math.inf:  # with no event left, the world says who waits for whom
+            return 0.0
+        return (next_s - self._due_s()) / self._speed

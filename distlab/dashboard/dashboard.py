@@ -1,15 +1,14 @@
 """The picture of a live run, with buttons to do something to it.
 
-One thread does everything: it takes what the run says, obeys the buttons and draws. A button only puts its order on a
-queue, so the kernel stays free, and matplotlib is never used by two threads at once. When the run ends, the widgets are
-replaced by an ordinary picture, which a static page shows too.
+One thread takes in what the run says and draws, so that matplotlib is never used by two at once. A button gives its
+order in a thread of its own: neither the kernel nor the picture waits for a step that does not come to its end. When
+the run ends, the widgets are replaced by an ordinary picture, which a static page shows too.
 """
 
 import contextlib
 import html
 import math
 import os
-import queue
 import threading
 import time
 import traceback
@@ -27,8 +26,10 @@ if TYPE_CHECKING:
 
 SHARE = 0.08  # of one core, at most, for drawing
 FRAME_S = (0.25, 0.7)  # between two pictures, if drawing is quick and if it is slow
-LISTEN_S = 0.1
+SOON_S = 0.1  # from a button to the next picture
 LOG_CHARACTERS = 4000
+SPEEDS = [("as fast as it can", None), *((f"{speed:g} s a second", speed) for speed in (0.01, 0.1, 1.0, 10.0, 100.0))]
+OF_A_WORKER = ("Kill", "Revive", "Remove", "Slow", "Throttle")
 FACTORS, LENGTHS = [2.0, 3.0, 5.0, 10.0], [("for 2 s", 2.0), ("for 10 s", 10.0), ("to the end", math.inf)]
 
 
@@ -45,7 +46,7 @@ class Dashboard:
     """
 
     def __init__(self, live: "LiveRun") -> None:
-        self._live, self._orders = live, queue.SimpleQueue[tuple[str, Callable[[], Any]]]()
+        self._live, self._pressed, self._refused = live, threading.Event(), list[str]()
         self.view = Overview(live.num_updates, live.num_workers, f"{live.strategy} on {live.cluster}")
         self._heard, self._read, self.log, self.drawn = 0, 0, "", 0
         self._headless = bool(os.environ.get("DISTLAB_HEADLESS"))
@@ -82,44 +83,57 @@ class Dashboard:
             options=[(f"{f:g} times", f) for f in FACTORS], layout=widgets.Layout(width="90px")
         )
         self._length = widgets.Dropdown(options=LENGTHS, layout=widgets.Layout(width="100px"))
+        self._speed = widgets.Dropdown(options=SPEEDS, layout=widgets.Layout(width="140px"))
         live, which = self._live, self._which
         self.buttons: dict[str, Callable[[], Any]] = {
-            "Slow": lambda: live.slow(**which(), factor=self._factor.value, for_s=self._length.value),
-            "Throttle": lambda: live.throttle(**which(), factor=1 / self._factor.value, for_s=self._length.value),
             "Kill": lambda: live.kill(**which()),
             "Revive": lambda: live.revive(**which()),
             "Remove": lambda: live.remove_worker(**which()),
+            "Slow": lambda: live.slow(**which(), factor=self._factor.value, for_s=self._length.value),
+            "Throttle": lambda: live.throttle(**which(), factor=1 / self._factor.value, for_s=self._length.value),
             "Add a worker": live.add_worker,
+            "Pause": live.pause,
+            "Step": live.step,
+            "Play": lambda: live.resume(self._speed.value),
             "Stop": live.stop,
         }
-        if live.is_simulated:
-            self.buttons |= {"Pause": live.pause, "Play": live.resume, "Step": live.step}
         made = {name: self._button(name, does) for name, does in self.buttons.items()}
+        first, rest = [made.pop(name) for name in OF_A_WORKER], list(made.values())
+        if live.is_simulated:
+            rest.insert(-1, self._speed)
+            self._speed.observe(self._change_speed, "value")
         row = widgets.Layout(flex_flow="row wrap")
-        first = ["Slow", "Throttle", "Kill", "Revive", "Remove"]
-        poke = [
-            self._worker,
-            *(made[name] for name in first[2:]),
-            self._factor,
-            self._length,
-            *(made[n] for n in first[:2]),
-        ]
-        rest = [button for name, button in made.items() if name not in first]
-        self.box = widgets.VBox(
-            [widgets.HBox(poke, layout=row), widgets.HBox([*rest, self._status], layout=row), self._image]
-        )
+        of_a_worker = [self._worker, *first[:3], self._factor, self._length, *first[3:]]
+        lines = [widgets.HBox(of_a_worker, layout=row), widgets.HBox([*rest, self._status], layout=row)]
+        self.box = widgets.VBox([*lines, self._image])
 
     def _button(self, name: str, does: Callable[[], Any]) -> widgets.Button:
-        def put(_: widgets.Button) -> None:
-            who = f" {self._worker.label}" if name in ("Slow", "Throttle", "Kill", "Revive", "Remove") else ""
-            self._orders.put((f"{name}{who}", does))
+        def press(_: widgets.Button) -> None:
+            self.order(f"{name} {self._worker.label}" if name in OF_A_WORKER else name, does)
             if self._live.awaited:  # ipykernel 7 sends no "idle" for a widget's message while a cell awaits
                 with contextlib.suppress(Exception):
                     get_ipython().kernel._publish_status("idle", "shell")
 
         button = widgets.Button(description=name, layout=widgets.Layout(width="auto"))
-        button.on_click(put)
+        button.on_click(press)
         return button
+
+    def _change_speed(self, _: Any) -> None:
+        if not self._live.paused:
+            self.order("Play", self.buttons["Play"])
+
+    def order(self, name: str, does: Callable[[], Any]) -> None:
+        """Do something to the run, as a button does; why it cannot be done is told below the picture."""
+
+        def obey() -> None:
+            self._pressed.set()
+            try:
+                does()
+            except Exception as error:
+                self._refused.append(f"{name}: {error}")
+            self._pressed.set()
+
+        threading.Thread(target=obey, name="distlab-order", daemon=True).start()
 
     def _workers(self) -> list[tuple[str, int]]:
         said = {int(who.split()[1]) for who in self.view.tally.who if who.startswith(("worker", "replica"))}
@@ -132,7 +146,7 @@ class Dashboard:
         try:
             while not self._look():
                 self._draw()
-                self._obey(self._pause_s)
+                self._rest()
             self._close()
         except Exception:  # nobody would ever see it
             self._say(traceback.format_exc())
@@ -144,9 +158,11 @@ class Dashboard:
         self._heard += len(parts)
         for part in parts:
             self.view.add(part)
-        self._read += len(lines_new := lines[self._read :])
-        for line in lines_new:
+        for line in lines[self._read :]:
             self._say(line)
+        self._read = len(lines)
+        while self._refused:
+            self._say(self._refused.pop(0))
         if ending is not None and ending.error is not None:
             self._say("".join(traceback.format_exception(ending.error)))
         return ending is not None
@@ -166,17 +182,13 @@ class Dashboard:
         cost_s = time.thread_time() - began
         self._pause_s = min(max(cost_s / SHARE, FRAME_S[0]), FRAME_S[1])
 
-    def _obey(self, until_s: float) -> None:
-        """Do what the buttons say, until the next picture is due, which is soon once one was pressed."""
-        due = time.monotonic() + until_s
-        while (left := due - time.monotonic()) > 0 and self._live.launched.wait(0) is None:
-            with contextlib.suppress(queue.Empty):
-                name, does = self._orders.get(timeout=min(left, LISTEN_S))
-                try:
-                    does()
-                except Exception as error:
-                    self._say(f"{name}: {error}")
-                due = min(due, time.monotonic() + LISTEN_S)
+    def _rest(self) -> None:
+        """Wait until the next picture is due, which is soon once a button was pressed or the run has ended."""
+        due = time.monotonic() + self._pause_s
+        while (left_s := due - time.monotonic()) > 0 and self._live.launched.wait(0) is None:
+            if self._pressed.wait(min(left_s, SOON_S)):
+                self._pressed.clear()
+                due = min(due, time.monotonic() + SOON_S)
 
     def _say(self, line: str) -> None:
         self.log = f"{self.log}{line.rstrip()}\n"[-LOG_CHARACTERS:]
