@@ -19,13 +19,14 @@ from distlab.clusters.scenario import Scenario, check_scenario
 from distlab.clusters.simulated_run import SimulatedRun
 from distlab.errors import DistlabError
 from distlab.fabric import Peer
-from distlab.options import options
+from distlab.options import check_positive, options
 from distlab.run import Run, run_from
 from distlab.saving import collector
 from distlab.strategies.base import Job, Strategy
 from distlab.task import Task
 
 APPLY = trace.KINDS.index("apply")
+OVER = "the run has ended: nothing can be done to its processes any more"
 LOOK_S = 0.05  # how often who waits for the end looks for what is new
 
 
@@ -202,6 +203,17 @@ class LiveRun:
         """Let a worker leave, by itself the one with the highest number, once its gradient is used. The last stays."""
         self._change(Scenario.remove_worker, worker=worker, at_s=0.0)
 
+    def scale_lr(self, factor: float) -> None:
+        """Let updates be made at `factor` times the task's learning rate (and schedule) from now on; 1 is its own.
+
+        Whoever applies does so as soon as it has heard of it: each server by itself, the replicas of a collective all
+        at the same version, `LocalSGD`'s inner optimizers from the next round on. The trace says from where. A run that
+        goes on from a checkpoint begins at 1 again."""
+        check_positive("factor", factor)
+        if self.launched.wait(0) is not None:
+            raise DistlabError(OVER)
+        self.launched.scale_lr(float(factor))
+
     @options
     def slow(self, *, worker: int, factor: float, for_s: float = math.inf) -> None:
         """Let a worker's gradients take `factor` times as long from now on, or for a while."""
@@ -242,7 +254,7 @@ class LiveRun:
         said = line(self._scenario, **words)
         check_scenario(said.changes[-1:], self._strategy, self._cluster.num_workers)
         if self.launched.wait(0) is not None:
-            raise DistlabError("the run has ended: nothing can be done to its processes any more")
+            raise DistlabError(OVER)
         self._scenario = said
         self.launched.change(said.changes[-1])
 

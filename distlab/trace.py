@@ -43,6 +43,7 @@ KINDS = (
     "leave",  # a worker: it was asked to leave, and holds `version`
     "restore",  # this process was lost, and nobody else has what it held: all began anew at the checkpoint of `version`
     "metric",  # the chief: of parameters of `version`, the task's metric with the number `worker` is `loss`
+    "rate",  # who applies: from `version`, or its own gradient of `step`, on, at `loss` times the task's learning rate
 )
 ROLES = ("worker", "server", "client", "replica")
 
@@ -97,6 +98,8 @@ class Event:
     def __str__(self) -> str:
         if self.kind == "metric":
             return f"{self.who}: metric {self.worker} of version {self.version} was {self.loss:.4g}"
+        if self.kind == "rate":
+            return f"{self.who}: from version {self.version} on, the learning rate is {self.loss:g} times the task's"
         if self.kind != "apply":
             return f"{self.who}: {self.kind} from {self.start_s:.4f} s to {self.end_s:.4f} s"
         return (

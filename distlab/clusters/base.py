@@ -88,6 +88,10 @@ class Launched(ABC):
     def change(self, change: Change) -> None:
         """Let a line of a scenario come true; its times count from now."""
 
+    @abstractmethod
+    def scale_lr(self, factor: float) -> None:
+        """Let every process, and who comes later, know what to multiply the task's learning rate by."""
+
     def pause(self) -> None:
         """Let nothing more happen for now."""
         raise DistlabError(NOT_HERE)

@@ -42,6 +42,9 @@ class Follower(Launched):
     def change(self, change: Change) -> None:
         """Rank 0 sees to it."""
 
+    def scale_lr(self, factor: float) -> None:
+        """Rank 0 tells everybody."""
+
     def kill(self, why: str = "LiveRun.kill()") -> None:
         for member in list(self._members.values()):
             member.kill()

@@ -56,6 +56,7 @@ class Place:
     folder: str | None = None  # of the run, on its one host
     where: Where | None = None  # or its store, on several
     ahead_s: float = 0.0  # of this host's clock, the leader's
+    rate: float = 1.0  # times the task's learning rate, as was said of a run under way
 
 
 def place_of(said: dict[str, Any]) -> Place:
@@ -86,6 +87,8 @@ class Control:
                     fabric.wake()
                 elif word in ("leave", "stay"):
                     fabric.leaving = word == "leave"
+                elif word == "rate":
+                    fabric.rate = float(rest[0])
                 elif word == "weather":
                     fabric.weather.change(rest)
                 else:
@@ -109,7 +112,7 @@ def main(payload: bytes, place: Place, pipe: Connection, out: Connection) -> Non
     fabric = TorchFabric(place.me, place.counts, record, token=place.token, pad_s=place.pad_s, **lives)
     for what, peer in place.told:
         fabric.tell(what, peer)
-    fabric.step = place.step + bool(place.told)
+    fabric.step, fabric.rate = place.step + bool(place.told), place.rate
     fabric.weather.change(list(place.weather))
     fabric.dies_at = place.dies_at
     threading.Thread(

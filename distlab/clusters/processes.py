@@ -67,7 +67,7 @@ class Processes(Launched):
         self._told: list[tuple[str, Peer]] = []  # changes of the membership, in the order in which all hear of them
         self._layout = strategy.layout(cluster.num_workers)
         self._counts = dict(self._layout.counts)  # with those that have joined
-        self._faults, self._began_s = Faults(cluster.changes, self._layout), math.inf
+        self._faults, self._began_s, self._rate = Faults(cluster.changes, self._layout), math.inf, 1.0
         self._new_changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
         self._end_by_s = math.inf  # when all must have come to their end
         self._open_ends: dict[Any, tuple[Member, bool]] = {}
@@ -103,7 +103,7 @@ class Processes(Launched):
         place = Place(
             me, dict(self._counts), tuple(self._layout.links), self._token, self._cluster.compute_time_s,
             tuple(self._told), before.computed if before and self._told else -1, tuple(self._faults.weather(me).said),
-            math.inf if self._told or self._went_back or not dies_at else min(dies_at),
+            math.inf if self._told or self._went_back or not dies_at else min(dies_at), rate=self._rate,
         )  # fmt: skip
         member = self._members[me] = self._home.start(place)
         member.computed = place.step
@@ -121,6 +121,10 @@ class Processes(Launched):
 
     def change(self, change: Change) -> None:
         self._new_changes.put(change)
+
+    def scale_lr(self, factor: float) -> None:
+        self._rate = factor
+        self._order("rate", repr(factor))
 
     def kill(self, why: str = "LiveRun.kill()") -> None:
         self._killed = self._killed or why

@@ -61,6 +61,7 @@ class SimulatedRun(Launched):
         self._awaited: dict[Peer, str] = {}  # those that come as soon as the one of that number is gone
         self._lives = 0  # processes that took another's place
         self._went_back: list[int] = []  # to the checkpoints of which versions
+        self._rate = 1.0  # times the task's learning rate
         self.world: World | None = None
         self.events = 0  # that have happened
         self._thread = threading.Thread(target=self._run, name="distlab-simulation", daemon=True)
@@ -73,6 +74,14 @@ class SimulatedRun(Launched):
 
     def stop(self) -> None:
         self._order(self._stop)
+
+    def scale_lr(self, factor: float) -> None:
+        def tell() -> None:
+            self._rate = factor
+            for node in self.world.nodes.values() if self.world is not None else ():
+                node.rate = factor
+
+        self._order(tell)
 
     def kill(self, why: str = "LiveRun.kill()") -> None:
         self._killed = why
@@ -170,7 +179,7 @@ class SimulatedRun(Launched):
         for me, node in world.nodes.items():
             if began_s:  # what has struck does not strike again
                 node.changes = [c for c in node.changes if c.from_s > began_s or c.kind not in ("kill", "revive")]
-            node.stopping = self._stopping
+            node.stopping, node.rate = self._stopping, self._rate
             node.spawn(self._program, me, node)
         for node in list(world.nodes.values()):
             for change in node.changes:
@@ -269,7 +278,7 @@ class SimulatedRun(Launched):
         node = self._cluster.node(world, peer, self._layout, changes, seed=[self._lives, peer.index])
         for what, other in self._told:
             node.tell(what, other)
-        world.nodes[peer], node.stopping = node, self._stopping
+        world.nodes[peer], node.stopping, node.rate = node, self._stopping, self._rate
         node.computed = -1 if old is None else old.computed
         node.step = node.computed + 1
         node.record(kind, node.now(), node.now(), worker=peer.index)

@@ -203,6 +203,7 @@ class Fabric(ABC):
         stopping: true once somebody asked the run to stop early.
         leaving: true once somebody asked this process to leave the run.
         parted: true once it has.
+        rate: what this process was told to multiply the task's learning rate by.
         step: the batch that this process is at, for whoever must name it; -1 before the first.
         computed: the last step of which there is a gradient, by this process or the one whose place it has taken.
         flat: the parameters that this process holds, for whoever looks into a paused run.
@@ -218,6 +219,7 @@ class Fabric(ABC):
     stopping: bool = field(default=False, init=False)
     leaving: bool = field(default=False, init=False)
     parted: bool = field(default=False, init=False)
+    rate: float = field(default=1.0, init=False)
     step: int = field(default=-1, init=False)
     computed: int = field(default=-1, init=False)
     flat: Vector | None = field(default=None, init=False)

@@ -124,7 +124,7 @@ def replay(
     if isinstance(strategy, InGraph):
         if without_worker is not None:
             raise ValueError("in-graph, all replicas compute one gradient: none can be left out of it")
-        return again(task, strategy, num_workers, max(line.version for line in lines), lr, begin)
+        return again(trace, task, strategy, num_workers, max(line.version for line in lines), lr, begin)
     with undisturbed():
         player = Player(trace, lines, task, strategy, num_workers, lr, begin)
         losses = {}
@@ -138,8 +138,9 @@ def replay(
 
 
 def again(
-    task: Task, strategy: Strategy, num_workers: int, num_updates: int, lr: float | None, begin: Checkpoint | None
-) -> Replay:
+    trace: Trace, task: Task, strategy: Strategy, num_workers: int, num_updates: int, lr: float | None,
+    begin: Checkpoint | None,
+) -> Replay:  # fmt: skip
     """Where one client decides all, the tape holds no choice: run the same program on a virtual clock."""
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
@@ -148,14 +149,42 @@ def again(
             group["lr"] = group["lr"] if lr is None else lr
         return made
 
+    rate, schedule = Rates(trace), task.lr_schedule
+
+    def scheduled(version: int) -> float:
+        return rate(version + 1) * (schedule(version) if schedule else 1.0)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DivergenceWarning)  # said of the run itself
         cluster = SimulatedCluster(num_workers)
-        job = Job(task.but(optimizer=optimizer), num_updates, num_workers, begin=begin)
+        job = Job(task.but(optimizer=optimizer, lr_schedule=scheduled), num_updates, num_workers, begin=begin)
         run = LiveRun(job.task, strategy, cluster, job).wait()
     losses = dict(zip(run.applies["version"].tolist(), run.applies["loss"].tolist(), strict=True))
     assert run.params is not None
     return Replay(task, run.params, losses, dict(run.local))
+
+
+class Rates:
+    """What the task's learning rate was multiplied by, beside its schedule, as the trace has it."""
+
+    def __init__(self, trace: Trace) -> None:
+        rows = trace.select("rate")
+        by_server = rows["role"] == ROLES.index("server")
+        self._of_servers, self._rows = bool(by_server.any()), rows[by_server] if by_server.any() else rows
+
+    def __call__(self, version: int, server: int = 0) -> float:
+        """... in the update that made `version`, of that server if there are any."""
+        mine = self._rows[self._rows["index"] == server] if self._of_servers else self._rows
+        return newest(mine[mine["version"] <= version], "version")
+
+    def of(self, worker: int, step: int) -> float:
+        """... where a worker applied its own gradient of `step`."""
+        return newest(self._rows[(self._rows["index"] == worker) & (self._rows["step"] <= step)], "step")
+
+
+def newest(rows: np.ndarray, by: str) -> float:
+    """The factor of the newest of these events; 1 if there is none."""
+    return float(rows["loss"][np.argsort(rows[by], kind="stable")[-1]]) if len(rows) else 1.0
 
 
 class Holder:
@@ -189,6 +218,7 @@ class Player:
         self.holders = [self._holder(shard) for shard in shards]
         self.workers: dict[int, Computer] = {}
         self.random: dict[int, Randomness] = {}
+        self.rate = Rates(trace)
         self.own_lanes: dict[int, Lane] = {}
         self.anew: set[int] = set()  # workers whose place another process has taken
         self.computes = reads(trace, len(shards))
@@ -253,7 +283,7 @@ class Player:
         ages = [line.version - 1 - read for *_, read in gradients]
         old = [holder.versions[read] for *_, read in gradients]
         mean, factor = holder.rule.combine(values, ages, old, holder.latest)
-        self._step(holder.lane, mean, holder.applied, factor)
+        self._step(holder.lane, mean, holder.applied, factor * self.rate(line.version, line.server))
         return float(np.mean([loss for _, loss in done]))
 
     def _every(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
@@ -264,7 +294,8 @@ class Player:
             message, loss = self._gradient(worker, step)
             messages[worker] = messages[worker] + message if worker in messages else message
             losses.append(loss)
-        self._step(holder.lane, self._all_reduced(messages, len(gradients), line.version), holder.applied)
+        mean = self._all_reduced(messages, len(gradients), line.version)
+        self._step(holder.lane, mean, holder.applied, self.rate(line.version))
         return float(np.mean(losses))
 
     def _all_reduced(self, messages: dict[int, Tensor], count: int, version: int) -> Tensor:
@@ -282,7 +313,7 @@ class Player:
         flat = self._computer(worker, step).flat
         lane = self._own_lane(worker, flat)
         flat.params.copy_(self.holders[0].versions[read])
-        self._step(lane, values[: flat.size], read)
+        self._step(lane, values[: flat.size], read, self.rate.of(worker, step))
         self.holders[0].latest = flat.params.clone()
         return loss
 
@@ -290,8 +321,8 @@ class Player:
         """A worker applied it to what all share, with an optimizer of its own."""
         (worker, step, _), *_ = gradients
         values, loss = self._gradient(worker, step)
-        holder = self.holders[0]
-        self._step(self._own_lane(worker, holder.vector), values[: self.flat.size], holder.applied)
+        holder, lane = self.holders[0], self._own_lane(worker, self.holders[0].vector)
+        self._step(lane, values[: self.flat.size], holder.applied, self.rate.of(worker, step))
         return loss
 
     def _rounds(self, line: Line, gradients: list[tuple[int, int, int]]) -> float:
@@ -304,7 +335,7 @@ class Player:
             while self.ahead[worker][0] < step:  # of a life that ended in the middle of a round
                 self.ahead[worker].popleft()
             losses.append(self._compute(worker, step, flat.params))
-            self._step(self._own_lane(worker, flat), flat.grads, holder.applied)
+            self._step(self._own_lane(worker, flat), flat.grads, holder.applied, self.rate.of(worker, step))
             moves[worker] = flat.message.clone()
             torch.sub(flat.params, holder.latest, out=moves[worker][: flat.size])
         self.outer.end(self._all_reduced(moves, len(moves), line.version))
@@ -342,7 +373,7 @@ class Player:
         samples = computer.stream.at(batch)
         return self.random[worker].around(lambda: computer.backward(params, collate(self.task.train, samples)))
 
-    def _step(self, lane: Lane, mean: Tensor, version: int, factor: float = 1.0) -> None:
+    def _step(self, lane: Lane, mean: Tensor, version: int, factor: float) -> None:
         lane.step(mean, factor * (self.task.lr_schedule(version) if self.task.lr_schedule else 1.0))
 
     def _holder(self, shard: Shard) -> Holder:

@@ -107,6 +107,7 @@ def stability(run: Run, task: Task, *, within_s: float = math.inf) -> Stability:
         lr, momentum, why = rule(task.optimizer([p for _, p in trainable(model)]))
         if task.lr_schedule is not None:
             lr *= float(task.lr_schedule(max(run.num_updates - 1, 0)))
+        lr *= math.prod(run.trace.select("rate")["loss"][-1:].tolist())
         try:
             bend = curvature(task, model, within_s=within_s)
         except RuntimeError as error:

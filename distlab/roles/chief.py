@@ -63,8 +63,10 @@ class Chief:
         """The worker's training loss at `version`."""
         if self._writer is not None:
             self._write(version, {"train/loss": loss})
-            if (schedule := self._task.lr_schedule) is not None:
-                self._write(version, {"train/lr_factor": self._timed(lambda: float(schedule(version)), math.nan).value})
+            schedule, rate = self._task.lr_schedule, self._fabric.rate
+            if schedule is not None or rate != 1.0:
+                factor = self._timed(lambda: rate * float(schedule(version) if schedule else 1.0), math.nan).value
+                self._write(version, {"train/lr_factor": factor})
 
     def close(self) -> None:
         """Finish the event file; harmless when it has been."""

@@ -4,6 +4,7 @@ The client runs one program for each replica side by side, in greenlets: each go
 all replicas have their work before any answer is awaited.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -137,9 +138,9 @@ class Client:
             self.fabric.record("unplaced", done.start_s, done.end_s, step=self.worker.step)
         return done.value
 
-    def _post(self, link: Link, kind: Kind, tensors: Sequence[Tensor] = ()) -> None:
+    def _post(self, link: Link, kind: Kind, tensors: Sequence[Tensor] = (), loss: float = math.nan) -> None:
         start, step = self.fabric.now(), self.worker.step
-        sent = link.post(kind, tensors, version=self.version, step=step)
+        sent = link.post(kind, tensors, version=self.version, step=step, loss=loss)
         if kind is not Kind.STOP:
             self.fabric.record("send", start, self.fabric.now(), peer=link.peer, step=step, num_bytes=sent)
 
@@ -158,11 +159,11 @@ class Client:
             )
         self.crossings[self._at].append(crossing)
 
-    def send_all(self, kind: Kind) -> None:
-        """Send every device a word."""
+    def send_all(self, kind: Kind, rate: float = math.nan) -> None:
+        """Send every device a word, with what the learning rate is multiplied by where a loss would be."""
         links = [link for replica in self.replicas for link in replica]
         for link in links:
-            self._post(link, kind)
+            self._post(link, kind, loss=rate)
         for link in links:
             link.flush()
 
@@ -204,12 +205,13 @@ class Client:
                 who = number * width + device
                 facts = {"step": self.worker.step, "samples": samples, "loss": loss, "batch": self._share(who)}
                 whose.append(Gradient(self.flat.grads, self.version, who, **facts))
-        done = Timed(None, now, now)
+        done, rate = Timed(None, now, now), self.fabric.rate
         if self.updater is not None and self.own is not None:
+            self.updater.rate.agreed = rate
             done = self.updater.step(*whose, mean=self.own.grads)
             self.updater.version += 1
         if self.stays:
-            self.send_all(Kind.APPLY)
+            self.send_all(Kind.APPLY, rate)
         self.version += 1
         for gradient in whose:
             self.fabric.record("apply", done.start_s, done.end_s, version=self.version, **gradient.facts)

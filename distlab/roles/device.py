@@ -56,7 +56,7 @@ class Device:
         """Do what the client asks, and answer."""
         self.fabric.saver.reached(message.version)
         if message.kind is Kind.APPLY:
-            self.apply()
+            self.apply(message.loss)
         elif message.kind is Kind.PULL:
             self.hand_over(message)
         else:
@@ -82,10 +82,11 @@ class Device:
             outputs = self._timed(message, partial(served.forward, message), FORWARD, idle)
             self.send(Kind.OUTPUTS, outputs, message, samples=served.num_outputs)
 
-    def apply(self) -> None:
-        """Make an update of what this device holds."""
+    def apply(self, rate: float) -> None:
+        """Make an update of what this device holds, at `rate` times the task's learning rate."""
         for served, updater in zip(self.served.values(), self.updaters, strict=True):
             if updater is not None and served.flat is not None:
+                updater.rate.agreed = rate
                 updater.step(mean=served.flat.grads)
                 updater.version += 1
                 served.flat.grads.zero_()

@@ -19,7 +19,7 @@ from distlab.data import Deal
 from distlab.errors import BadMessage, PeerLost, ProcessLost, TooLate
 from distlab.fabric import Link, Peer
 from distlab.packing import packed, unpacked
-from distlab.roles.updater import Gradient
+from distlab.roles.updater import Gradient, Rate
 from distlab.roles.worker import Worker
 
 UNHEARD_S = (
@@ -31,6 +31,7 @@ class Holder(Protocol):
     """Who holds what all ranks hold alike, such as an `Updater`."""
 
     version: int
+    rate: Rate
 
     def state(self) -> dict[str, Any]:
         """All of it."""

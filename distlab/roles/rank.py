@@ -31,6 +31,7 @@ class Rank:
         self._there, self._broken = 0, None  # type: int, PeerLost | None
         self._leaves = False  # is this rank to leave?
         self._leavers = self._news = 0  # how many are, and how many know of somebody who has come
+        holder.rate.agreed = worker.fabric.rate
         self._summing: Running | None = None
         self._missing: list[set[int]] = []  # of each bucket, the parameters whose gradient is not there yet
         if len(exchange.buckets) > 1:
@@ -56,9 +57,10 @@ class Rank:
     ) -> tuple[bool, bool]:
         """Replace `worker.flat.grads` by the mean of all workers' gradients.
 
-        One message holds the values, a count, the votes to stop and to change. A worker that has nothing to give
-        sends zeros, and takes part until nobody has. If the group changes meanwhile, all have to give again: their next
-        gradient, of the same batches, or what `fill` writes into the buffer once more.
+        One message holds the values, a count, the votes to stop and to change, and what the learning rate is multiplied
+        by. A worker that has nothing to give sends zeros, and takes part until nobody has. If the group changes
+        meanwhile, all have to give again: their next gradient, of the same batches, or what `fill` writes into the
+        buffer once more.
 
         Args:
             mine: what is in this worker's buffer, for the trace.
@@ -121,9 +123,10 @@ class Rank:
             self._fill_tail(contributes)
             for number in range(len(self._exchange.buckets)):
                 self._sum(number)
-        total, votes, self._leavers, self._news = flat.tail[:4].tolist()
+        total, votes, self._leavers, self._news, rate = flat.tail[:5].tolist()
         if total:
             flat.grads.div_(total)
+            self._holder.rate.agreed = rate
         self._group.remember(mine if total == contributes * self._group.ranks.size else ())
         return total > 0, votes > 0 or not total
 
@@ -155,7 +158,8 @@ class Rank:
     def _fill_tail(self, contributes: int) -> None:
         tail, fabric = self.worker.flat.tail.zero_(), self.worker.fabric
         self._leaves = fabric.leaving
-        for i, number in enumerate((contributes, fabric.stopping, self._leaves, self._group.is_old)):
+        rate = 0.0 if self._group.ranks.rank else fabric.rate  # all do what the first was told
+        for i, number in enumerate((contributes, fabric.stopping, self._leaves, self._group.is_old, rate)):
             tail[i] = float(number)
 
     def _sum(self, number: int) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.errors import PeerLost
-from distlab.roles.updater import Gradient
+from distlab.roles.updater import Gradient, Rate
 from distlab.roles.worker import Worker
 
 P = ParamSpec("P")
@@ -21,9 +21,9 @@ class TorchRank:
     It sums in its own hooks while backward runs; its order of additions is not recorded.
     """
 
-    def __init__(self, worker: Worker, bucket_bytes: int) -> None:
+    def __init__(self, worker: Worker, rate: Rate, bucket_bytes: int) -> None:
         worker.fabric.default_group()
-        self.worker, self._last = worker, False
+        self.worker, self._rate, self._last = worker, rate, False
         whole, cap = Whole(worker.model, worker.outputs), bucket_bytes / (1 << 20)
         with warnings.catch_warnings():  # newer torch has another name for "buffers are local"
             warnings.simplefilter("ignore", FutureWarning)
@@ -42,10 +42,13 @@ class TorchRank:
         """As `Rank.mean`; all contribute alike, and a group that has lost one cannot go on."""
         worker, self._last = self.worker, False
         self.worker.flat.grads.div_(contributes)
-        votes = self.worker.flat.tail[:1].fill_(float(self.worker.fabric.stopping))
+        votes = self.worker.flat.tail[:2]
+        votes[0] = float(worker.fabric.stopping)
+        votes[1] = 0.0 if worker.index else worker.fabric.rate
         peers_lost(dist.all_reduce)(votes)
+        stop, self._rate.agreed = votes.tolist()
         worker.fabric.record("reduce", self._there_s, worker.fabric.now(), worker=worker.index, step=worker.step)
-        return True, votes.item() > 0
+        return True, stop > 0
 
     def part(self) -> bool:
         """Nobody leaves before the end."""

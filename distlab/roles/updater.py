@@ -207,6 +207,28 @@ def known(state: Mapping[str, Any], whose: str) -> dict[str, Any]:
     return {**state, "vectors": vectors}
 
 
+class Rate:
+    """What the task's learning rate is multiplied by: its schedule's factor, and that of `LiveRun.scale_lr`.
+
+    Attributes:
+        agreed: the latter, where several have to apply alike; None: it is what this process was told.
+        used: the latter, in the last update.
+    """
+
+    def __init__(self, fabric: Fabric, task: Task) -> None:
+        self.agreed: float | None = None
+        self.used = 1.0
+        self._fabric, self._task = fabric, task
+
+    def __call__(self, version: int, step: int = -1) -> float:
+        """The factor for the update after `version`, with this process's own gradient of `step`."""
+        rate = self._fabric.rate if self.agreed is None else self.agreed
+        if rate != self.used:
+            now, self.used = self._fabric.now(), rate
+            self._fabric.record("rate", now, now, version=version + 1, step=step, loss=rate)
+        return rate * (self._task.lr_schedule(version) if self._task.lr_schedule else 1.0)
+
+
 class Updater:
     """Parameters, optimizer and version in one place.
 
@@ -218,6 +240,7 @@ class Updater:
 
     Attributes:
         version: how many updates have been applied.
+        rate: what the learning rate is multiplied by.
         settle: called with the gradients of each, together with the count.
     """
 
@@ -226,6 +249,7 @@ class Updater:
         common: bool = True,
     ) -> None:  # fmt: skip
         self.flat, self.version, self.rule = flat, 0, copy.deepcopy(rule)
+        self.rate = Rate(fabric, task)
         self._fabric, self._task, self._by_tensor = fabric, task, by_tensor
         self._first = Lane(task, flat, None, by_tensor=by_tensor)
         self._lanes, self._begun = {-1: self._first}, False
@@ -299,7 +323,7 @@ class Updater:
         if mean is None:
             self._take(way, gradients)
         else:
-            way.take(mean, self._scheduled())
+            way.take(mean, self._factor(gradients))
         for part in way.parts:
             part.step()
 
@@ -307,7 +331,7 @@ class Updater:
         ages = [self.version - g.read for g in gradients]
         read = [self.flat.params if g.at is None else g.at for g in gradients]
         mean, factor = self.rule.combine([g.values for g in gradients], ages, read, self.flat.params)
-        way.take(mean, factor * self._scheduled())
+        way.take(mean, factor * self._factor(gradients))
 
-    def _scheduled(self) -> float:
-        return self._task.lr_schedule(self.version) if self._task.lr_schedule else 1.0
+    def _factor(self, gradients: tuple[Gradient, ...]) -> float:
+        return self.rate(self.version, gradients[-1].step if gradients else -1)

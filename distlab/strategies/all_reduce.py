@@ -112,7 +112,7 @@ class AllReduce(Strategy):
         updater = Updater(fabric, job.task, worker.flat)
         rank: Any = None
         if self.engine == "ddp":
-            rank = TorchRank(worker, self.bucket_bytes)
+            rank = TorchRank(worker, updater.rate, self.bucket_bytes)
         else:
             rank = Rank(worker, self.exchange(worker.flat), updater)
         mine: list[Gradient] = []

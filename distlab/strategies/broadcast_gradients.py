@@ -30,14 +30,15 @@ class BroadcastGradients(ParameterServerStrategy):
     unsaved = "it is a misreading, to be measured and not to be continued"
 
     def serve(self, server: Server, worker: WorkerPort) -> None:
-        log: list[Gradient] = server.memory.setdefault("log", [])  # every gradient, in the order of the versions
+        log: list[tuple[Gradient, float]] = server.memory.setdefault("log", [])  # in the order of the versions
         for gradient in worker.pushes():
             with server.guard():
-                log.append(replace(gradient, values=gradient.values.clone()))
                 server.apply(gradient)
+                log.append((replace(gradient, values=gradient.values.clone()), server.updater.rate.used))
                 news = log[gradient.read : server.version]
-            for old in news:
-                worker.link.send(Kind.GRADIENT, [old.values, torch.tensor(old.worker)], **old.header)
+            for old, rate in news:
+                facts = torch.tensor([old.worker, rate], dtype=torch.float64)
+                worker.link.send(Kind.GRADIENT, [old.values, facts], **old.header)
             worker.reply(params=False)
 
     def work(self, worker: Worker, server: ServerPort) -> None:
@@ -47,5 +48,6 @@ class BroadcastGradients(ParameterServerStrategy):
             gradient = worker.gradient(Params(worker.flat.params, updater.version), batch)
             server.send(Kind.PUSH, gradient.values, gradient)
             while (message := server.receive()).kind is Kind.GRADIENT:
-                values, author = message.tensors
+                values, facts = message.tensors
+                author, updater.rate.agreed = facts.tolist()
                 updater.apply(gradient_from(message._replace(tensors=[values]), int(author)))

@@ -12,7 +12,7 @@ from typing import Any
 from distlab.fabric import Fabric, Peer
 from distlab.fabric.base import ALWAYS
 from distlab.flat import Flat, local_state
-from distlab.roles.updater import Gradient, Lane, Params, held
+from distlab.roles.updater import Gradient, Lane, Params, Rate, held
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
 
 READY, BEGUN, DONE = range(3)  # the shared counts: are there parameters; updates that began; those that are complete
@@ -72,7 +72,7 @@ class Memory:
         self.shared = fabric.shared("params", flat.size, flat.dtype)
         self.counts, whole = self.shared.counts, copy(flat)
         whole.params = self.shared.values  # so that the optimizer's steps write there
-        self.lane = Lane(job.task, whole, None)
+        self.lane, self.rate = Lane(job.task, whole, None), Rate(fabric, job.task)
         fabric.saver.own("lane", self.lane.state, self.lane.restore)
         fabric.saver.common(flat.ranges, self.state, self.restore)
         with self.shared.lock:
@@ -110,13 +110,12 @@ class Memory:
         self.fabric.saver.reached(version)
 
     def _step(self, gradient: Gradient) -> int:
-        schedule = self.job.task.lr_schedule
         with self.shared.lock:  # held to count, and never while parameters are written
             if self.over:
                 return 0
             self.counts[BEGUN] += 1
             version = int(self.counts[DONE])
-        self.lane.step(gradient.values, schedule(version) if schedule else 1.0)
+        self.lane.step(gradient.values, self.rate(version, gradient.step))
         with self.shared.lock:
             self.counts[DONE] += 1
             return int(self.counts[DONE])

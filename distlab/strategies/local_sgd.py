@@ -18,7 +18,7 @@ from distlab.flat import Flat, Vector, local_state, trainable
 from distlab.options import check_count, check_word
 from distlab.roles.exchange import Exchange
 from distlab.roles.rank import Rank
-from distlab.roles.updater import Gradient, Lane, Params, Updater, held, known
+from distlab.roles.updater import Gradient, Lane, Params, Rate, Updater, held, known
 from distlab.roles.worker import USED_UP
 from distlab.strategies.base import Job, Layout, Outcome, Strategy, worker_of
 from distlab.task import Task
@@ -87,6 +87,7 @@ class LocalSGD(Strategy):
         worker = worker_of(fabric, job)
         flat, updater = worker.flat, Updater(fabric, job.task, worker.flat, common=False)
         rounds = Rounds(job.task, flat, self.outer)
+        rounds.rate = updater.rate
         fabric.saver.common(flat.ranges, rounds.state, rounds.restore)
         fabric.saver.own("inner", updater.lane(-1).state, updater.lane(-1).restore)
         rank = Rank(worker, self.exchange(flat), rounds, keeps=True)
@@ -117,7 +118,10 @@ class Rounds:
     Attributes:
         version: how many rounds have ended.
         start: where all workers were when this one began.
+        rate: the factor of the inner learning rate.
     """
+
+    rate: Rate
 
     def __init__(self, task: Task, flat: Flat, outer: Callable[[list[Any]], torch.optim.Optimizer] | None) -> None:
         self.version, self.start, self._flat = 0, Vector(flat.shapes, flat.dtype), flat
