@@ -98,6 +98,17 @@ def test_death_and_return_are_told_and_seen():
     assert tally.notes[-1] == "1.00 s: worker 1 is back: a new process has taken its place"
 
 
+def test_another_learning_rate_is_told_once():
+    live = dl.start(TASK, dl.AllReduce(), dl.SimulatedCluster(3), num_updates=30, paused=True)
+    live.step(20)
+    live.scale_lr(0.5)
+    tally = Tally(30)
+    tally.add(live.wait().trace.rows.copy())
+    assert [note.split(": ")[1] for note in tally.notes] == [
+        f"from version {live.trace.select('rate')['version'][0]} on, the learning rate is 0.5 times the task's"
+    ]
+
+
 def test_what_was_applied_after_the_checkpoint_is_forgotten():
     tally = Tally(10)
     for version in range(1, 9):

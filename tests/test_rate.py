@@ -8,6 +8,7 @@ from test_ledger_and_replay import mixed
 from toys import FAMILY, PLAIN, countdown, until
 
 import distlab as dl
+from distlab.fabric import Peer
 
 HALF = 0.5
 SLOW = dl.laws.Exponential(mean_s=0.1)
@@ -80,6 +81,17 @@ def test_devices_of_a_cut_model_change_at_the_same_version(two):
     assert {dl.trace.ROLES[role] for role in rows["role"]} >= {"replica"}
     assert len(set(rows["version"].tolist())) == 1
     assert run.replay().params.equal(run.params)
+
+
+def test_devices_do_what_the_client_says_whatever_they_were_told():
+    live = dl.start(
+        mixed(), dl.InGraph(place={"0": 0, "3": 1}), dl.SimulatedCluster(2, compute=0.1), num_updates=9, paused=True
+    )
+    live.step(30)
+    live.launched.world.nodes[Peer("client", 0)].rate = HALF
+    run = live.wait()
+    assert {event.who for event in run.trace.where("rate")} == {"client 0", "replica 0", "replica 1"}
+    assert len(set(run.trace.select("rate")["version"].tolist())) == 1
 
 
 def test_hogwild_changes_too(two):

@@ -18,7 +18,7 @@ WORDS = {
     "chief": "{who} is the chief now",
     "restore": "{who} was lost: all went back to version {version}",
     "drop": "worker {worker}'s gradient, read at version {read}, was dropped by {who}",
-    "rate": "from version {version} on, {who} applies with {loss:g} times the learning rate",
+    "rate": "from version {version} on, the learning rate is {loss:g} times the task's",
 }
 GONE, BACK = ("death", "leave"), ("revive", "join")
 
@@ -48,7 +48,7 @@ class Tally:
 
     def __post_init__(self) -> None:
         self._sums = np.zeros((4, min(BINS, max(self.num_updates, 1)) + 1))  # rows, loss, version, time
-        self._by_server = False
+        self._by_server, self._rate = False, 1.0
 
     def add(self, rows: np.ndarray) -> None:
         """Add events, in about the order in which they ended."""
@@ -124,13 +124,12 @@ class Tally:
     def _add_judged(self, rows: np.ndarray) -> None:
         for row in rows[rows["kind"] == KIND_CODES["evaluate"]]:
             self.judged[int(row["version"])] = float(row["end_s"]), float(row["loss"])
-        for row in rows[rows["kind"] == KIND_CODES.get("metric", 255)]:
+        for row in rows[rows["kind"] == KIND_CODES["metric"]]:
             scores = self.scores.setdefault(int(row["worker"]), {})
             scores[int(row["version"])] = float(row["end_s"]), float(row["loss"])
 
     def _add_notes(self, rows: np.ndarray) -> None:
-        codes = [KIND_CODES[kind] for kind in SAID if kind in KIND_CODES]
-        for row in rows[np.isin(rows["kind"], codes)]:
+        for row in rows[np.isin(rows["kind"], [KIND_CODES[kind] for kind in SAID])]:
             kind, who = KINDS[row["kind"]], name(row["role"], row["index"])
             if kind in GONE:
                 self.gone.add(who)
@@ -138,6 +137,10 @@ class Tally:
                 self.gone.discard(who)
             elif kind == "restore":
                 self._go_back(int(row["version"]))
+            elif kind == "rate":
+                if row["loss"] == self._rate:
+                    continue  # another has said so
+                self._rate = float(row["loss"])
             said = WORDS[kind].format(who=who, **{n: row[n].item() for n in ("version", "worker", "read", "loss")})
             self.notes.append(f"{row['end_s']:.2f} s: {said}")
 
