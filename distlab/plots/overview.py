@@ -42,7 +42,7 @@ def plot_overview(of: Trace | Run, *, num_workers: int | None = None) -> Figure:
     >>> import distlab as dl
     >>> run = dl.train(dl.tasks.digits(), dl.AsyncPS(), dl.SimulatedCluster(3), num_updates=40, progress=False)
     >>> [axes.get_xlabel() for axes in plot_overview(run).axes][:3]
-    ['updates applied (version)', 'time (s)', 'staleness (updates between read and apply)']
+    ['updates applied (version)', 'staleness (updates between read and apply)', 'time (s)']
     """
     rows = trace_of(of).rows
     num_workers = of.num_workers if num_workers is None and isinstance(of, Run) else num_workers
