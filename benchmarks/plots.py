@@ -43,6 +43,7 @@ def pictures(run: dl.Run) -> dict[str, Callable[[], Figure]]:
         "plot_traffic": lambda: plots.plot_traffic(run),
         "plot_ledger": lambda: plots.plot_ledger(run),
         "plot_comparison": lambda: plots.plot_comparison(run, span_s=span_s),
+        "plot_overview": lambda: plots.plot_overview(run),
     }
 
 

@@ -173,14 +173,18 @@ def demo(context: click.Context, figure: Path) -> None:
 @main.command()
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
-    "--out", type=click.Path(path_type=Path), callback=writable, help="File to write: .json (Perfetto) or .csv."
+    "--out",
+    type=click.Path(path_type=Path),
+    callback=writable,
+    help="What to write: a .json file (Perfetto), a .csv file, or a folder (TensorBoard).",
 )
 def trace(run: Path, out: Path | None) -> None:
-    """Write the trace of a saved run (train --save RUN) for Perfetto, and say what is in it."""
+    """Write the trace of a saved run (train --save RUN) for Perfetto or TensorBoard, and say what is in it."""
     loaded = dl.load_run(run)
     click.echo(f"{loaded.strategy} on {loaded.cluster}: {loaded.trace}")
     written = loaded.export(out or run / "trace.json")
     opens = ": open it at https://ui.perfetto.dev" if written.suffix == ".json" else ""
+    opens = f": look at it with tensorboard --logdir {written}" if written.is_dir() else opens
     click.echo(f"written to {written}{opens}")
 
 

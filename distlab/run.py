@@ -207,10 +207,11 @@ class Run:
         return summary(self)
 
     def export(self, path: str | Path) -> Path:
-        """Write the trace for other tools: .json for https://ui.perfetto.dev, .csv for anything; returns the path."""
+        """Write the run for other tools: .json for https://ui.perfetto.dev, .csv for anything, a folder for TensorBoard
+        (losses, metrics, staleness, updates/s and bytes by link); returns the path. See `reports.export`."""
         from distlab.reports import export
 
-        return export(self.trace, path)
+        return export(self, path)
 
     def save(self, path: str | Path) -> Path:
         """Write the run into the folder `path` (made if it is not there): JSON, npz and safetensors, no pickle."""

@@ -263,6 +263,31 @@ def name(role: int, index: int) -> str:
     return f"{ROLES[role]} {index}" if role >= 0 else ""
 
 
+def process_keys(rows: np.ndarray, role: str = "role", index: str = "index") -> np.ndarray:
+    """One number for each row's process, or with "peer_role" and "peer" for the one at the other end."""
+    return rows[role].astype(np.int64) + 1 << 16 | rows[index].astype(np.int64) & 0xFFFF
+
+
+def process_name(key: int) -> str:
+    """ "worker 2" for a key of `process_keys`."""
+    return name((key >> 16) - 1, key & 0xFFFF)
+
+
+def links(rows: np.ndarray) -> tuple[list[tuple[str, str]], np.ndarray]:
+    """From whom to whom the messages of these rows went ("" for a collective's other ranks): every link that there is,
+    and for each row the place of its own among them.
+
+    >>> rows = np.zeros(2, EVENT)
+    >>> rows["kind"], rows["peer_role"] = [KIND_CODES["push"], KIND_CODES["pull"]], ROLE_CODES["server"]
+    >>> links(rows)
+    ([('worker 0', 'server 0'), ('server 0', 'worker 0')], array([0, 1]))
+    """
+    mine, peers = process_keys(rows), process_keys(rows, "peer_role", "peer")
+    received = rows["kind"] == KIND_CODES["pull"]  # all others are recorded by who sent
+    pairs, which = np.unique(np.where(received, peers << 32 | mine, mine << 32 | peers), return_inverse=True)
+    return [(process_name(pair >> 32), process_name(pair & 0xFFFFFFFF)) for pair in pairs.tolist()], which
+
+
 def event(row: np.void) -> Event:
     """A row of the table as an `Event`."""
     numbers = {n: row[n].item() for n in ("worker", "step", "read", "version", "bytes", "samples", "loss", "batch")}

@@ -1,11 +1,8 @@
 """`train` and `start`: a task, a strategy and a cluster in, a `Run` out."""
 
-import importlib.util
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -13,6 +10,7 @@ import cloudpickle
 from distlab.clusters.base import Cluster
 from distlab.live import LiveRun
 from distlab.options import check_count, options
+from distlab.roles.event_file import check_folder
 from distlab.run import Run
 from distlab.saving import check_saving
 from distlab.strategies.base import Job, Strategy
@@ -70,7 +68,7 @@ def start(
     if cluster.is_chief:
         try:
             kept = check_saving(task, strategy, job.num_updates, checkpoint_dir, checkpoint_every, resume)
-            job = replace(job, log_dir=check_log_dir(log_dir), **kept)
+            job = replace(job, log_dir=None if log_dir is None else check_folder(log_dir, "log_dir"), **kept)
         except Exception as error:
             cluster.call_off(error)
             raise
@@ -152,23 +150,6 @@ def check_evaluation(task: Task, every: int | None) -> int | None:
     if taken := {"version", "time_s"} & set(task.metrics):
         raise ValueError(f"a metric cannot be called {taken.pop()!r} here: run.evaluations has a column of that name")
     return every
-
-
-def check_log_dir(log_dir: str | os.PathLike[str] | None) -> str | None:
-    """The absolute path of `log_dir`, made if it is not there, if event files can be written there."""
-    if log_dir is None:
-        return None
-    if not isinstance(log_dir, (str, os.PathLike)):
-        raise TypeError(f"log_dir must be the path of a folder, got {log_dir!r} ({type(log_dir).__name__})")
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ModuleNotFoundError(f"log_dir={str(log_dir)!r} needs tensorboard: pip install 'distlab[tensorboard]'")
-    folder = Path(log_dir).resolve()  # a worker may stand elsewhere
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return str(folder)
-    except OSError as error:
-        raise OSError(f"log_dir={str(log_dir)!r} cannot be written to: {error}") from error
 
 
 def check_picklable(what: str, value: Any, path: str, depth: int = 0) -> None:

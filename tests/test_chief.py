@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from toys import refused, regression, spoiled
+from toys import refused, regression, spoiled, watchable
 
 import distlab as dl
 from distlab.__main__ import main
@@ -21,11 +21,6 @@ from distlab.trace import KINDS
 
 SYNCHRONOUS = [dl.SingleWorker(), dl.SyncPS(), dl.AllReduce()]
 WORLDS = ["simulated", "real"]
-
-
-def watchable(**changes) -> dl.Task:
-    """A regression with validation data."""
-    return regression(**{"validation": regression().train, "metrics": {"error": nn.L1Loss()}} | changes)
 
 
 def layers() -> nn.Module:

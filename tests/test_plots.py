@@ -146,7 +146,7 @@ def many(count: int) -> Trace:
     rows["kind"] = rng.choice([KINDS.index(kind) for kind in ("compute", "push", "wait", "apply")], count)
     rows["index"], rows["step"] = rng.integers(0, 8, count), np.arange(count)
     rows["worker"], rows["start_s"] = rows["index"], np.sort(rng.uniform(0, 100, count))
-    rows["end_s"] = rows["start_s"] + 1e-4
+    rows["end_s"] = np.minimum(rows["start_s"] + 1e-4, 100.0)
     rows["version"], rows["bytes"] = np.arange(count) + 1, 100
     return Trace(rows)
 
@@ -156,6 +156,9 @@ def test_a_long_stretch_is_put_together_and_says_so():
     figure = plots.plot_timeline(trace, to_s=100.0)
     boxes = sum(len(bars.get_paths()) for bars in figure.axes[0].collections)
     assert 1000 < boxes < 40_000 / 2
+    compute = figure.axes[0].collections[0].get_paths()
+    spent = sum(np.ptp(box.vertices[:, 0]) * np.ptp(box.vertices[:, 1]) / 0.72 for box in compute)
+    assert spent == pytest.approx(len(trace.where("compute")) * 1e-4, rel=0.01)
     assert "40,000 events, put together" in figure.axes[0].get_title(loc="right")
     assert "put together" not in plots.plot_timeline(many(500), to_s=100.0).axes[0].get_title(loc="right")
     assert "the first 400 of" in plots.plot_versions(hogs_twice()).axes[0].get_title(loc="left")
@@ -171,15 +174,14 @@ PICTURES = {
     "traffic": plots.plot_traffic,
     "ledger": plots.plot_ledger,
     "comparison": plots.plot_comparison,
+    "overview": plots.plot_overview,
 }
 
 
 def told(figure) -> str:
     """All text in a picture."""
-    axes = figure.axes[0]
-    return " ".join(
-        [axes.get_title(loc="left"), axes.get_title(loc="right"), *(text.get_text() for text in axes.texts)]
-    )
+    titles = [axes.get_title(loc=place) for axes in figure.axes for place in ("left", "right")]
+    return " ".join([*titles, *(text.get_text() for axes in figure.axes for text in axes.texts)])
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +220,7 @@ def marks(figure) -> int:
         ("traffic", ""),
         ("ledger", ""),
         ("comparison", "a point for each 7 of 25,"),
+        ("overview", "a point for each 109 updates"),
     ],
 )
 def test_a_million_events_are_few_marks_and_the_picture_says_so(long_run, name, remark):
@@ -305,9 +308,7 @@ def hogs_twice() -> dl.Run:
     return dl.train(countdown(), dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=500, progress=False)
 
 
-@pytest.mark.parametrize(
-    "plot", [plots.plot_ledger, plots.plot_traffic, plots.plot_utilization, plots.plot_staleness, plots.plot_versions]
-)
+@pytest.mark.parametrize("plot", [PICTURES[name] for name in PICTURES if name not in ("loss", "speedup", "comparison")])
 def test_nothing_to_draw_is_said(plot):
     with pytest.raises(ValueError, match="nothing to draw"):
         plot(Trace(np.zeros(0, EVENT)))

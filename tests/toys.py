@@ -82,6 +82,11 @@ def regression(optimizer: str = "sgd", **changes) -> dl.Task:
     return dl.Task(**parts | changes)
 
 
+def watchable(**changes) -> dl.Task:
+    """A regression with validation data."""
+    return regression(**{"validation": regression().train, "metrics": {"error": nn.L1Loss()}} | changes)
+
+
 class Scalar(nn.Module):
     """One parameter; its output is that parameter, whatever the input."""
 

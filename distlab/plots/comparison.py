@@ -41,7 +41,8 @@ def plot_comparison(runs: Run | Sequence[Run] | Mapping[str, Run], *, span_s: fl
     for i, (name, run) in enumerate(by_name.items()):
         middle = run.seconds / 2
         drawn |= set(draw_timeline(axes[f"run {i}"], run.trace, middle, min(middle + span_s, run.seconds)))
-        axes[f"run {i}"].set_title(name, loc="left", fontsize="medium", pad=10)
+        title = name + "\n" * bool(axes[f"run {i}"].get_title(loc="right"))  # above the remark
+        axes[f"run {i}"].set_title(title, loc="left", fontsize="medium", pad=10)
         axes[f"run {i}"].set_xlabel("time (s)")
     for i in range(len(by_name), 2 * lines):
         axes[f"run {i}"].set_visible(False)

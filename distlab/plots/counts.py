@@ -15,7 +15,7 @@ from distlab.plots.paper import BLUE, FATES, GREY, ORANGE, PINK, RED, SKY, blank
 from distlab.reports import ledger
 from distlab.run import Run
 from distlab.theory import staleness_probability
-from distlab.trace import ROLES, Trace, name
+from distlab.trace import ROLES, Trace, links
 
 AGES = ListedColormap(colormaps["cividis_r"](np.linspace(0.2, 1, 256)))  # without what is pale on white
 MOST_BARS = 200  # of ages: more are put together
@@ -131,11 +131,11 @@ def plot_traffic(of: Trace | Run) -> Figure:
     'MB sent'
     """
     trace = trace_of(of)
-    sent: dict[str, dict[str, int]] = {who: {} for who in trace.who}
-    for kind, role, index, peer_role, peer, num_bytes in bytes_by_link(trace):
-        who, to = name(role, index), ROLES[peer_role] if peer_role >= 0 else ""
-        if kind == "pull":  # recorded by who received it
-            who, to = name(peer_role, peer), ROLES[role]
+    sent: dict[str, dict[str, float]] = {who: {} for who in trace.who}
+    rows = trace.rows[trace.rows["bytes"] > 0]
+    pairs, which = links(rows)
+    for (who, receiver), num_bytes in zip(pairs, np.bincount(which, rows["bytes"]).tolist(), strict=True):
+        to = receiver.split(" ")[0]
         sent.setdefault(who, {})[to] = sent.get(who, {}).get(to, 0) + num_bytes
     figure, axes = blank(7.0, 1.0 + 0.36 * len(sent))
     if not any(sent.values()):
@@ -164,20 +164,6 @@ def bars(axes: Axes, widths: np.ndarray, left: np.ndarray, colour: str, hatch: s
     edge = "white" if hatch else colour
     axes.barh(some, widths[some], left=left[some], color=colour, hatch=hatch, edgecolor=edge, label=label)
     left += widths
-
-
-def bytes_by_link(trace: Trace) -> list[tuple[str, int, int, int, int, int]]:
-    """(kind, role, index, the peer's role and index, bytes) of all messages between two processes together."""
-    from distlab.trace import KINDS
-
-    rows = trace.rows[trace.rows["bytes"] > 0]
-    keys = np.zeros(len(rows), np.int64)
-    for field in ("kind", "role", "index", "peer_role", "peer"):
-        keys = keys << 12 | rows[field].astype(np.int64) + 1
-    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
-    sums = np.bincount(which, weights=rows["bytes"], minlength=len(first)).astype(int)
-    links = rows[["kind", "role", "index", "peer_role", "peer"]][first].tolist()
-    return [(KINDS[k], r, i, pr, p, int(total)) for (k, r, i, pr, p), total in zip(links, sums, strict=True)]
 
 
 @options

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from distlab.options import nearest, options
 from distlab.plots.paper import GREY, LINES, blank, named, nothing, remark, shown
@@ -91,6 +92,7 @@ def plot_speedup(
         nothing(axes, "no run is long enough to have a rate")
     axes.plot([1, most], [1, most], color=GREY, linestyle=":", linewidth=1)
     axes.set(xlabel="workers", ylabel="times as fast as one")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize="small")
     return shown(figure)
 

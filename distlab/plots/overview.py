@@ -14,18 +14,19 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from distlab.options import options
-from distlab.plots.paper import ACTIVITIES, BLUE, GREEN, GREY, ORANGE, RED, trace_of
-from distlab.plots.tally import Tally, waiting
-from distlab.plots.timeline import places
+from distlab.plots.paper import ACTIVITIES, BLUE, GREEN, GREY, ORANGE, RED, remark, trace_of
+from distlab.plots.tally import BINS, Tally, waiting
+from distlab.plots.timeline import places, thin
 from distlab.run import Run
 from distlab.theory import staleness_probability
 from distlab.trace import KIND_CODES, KINDS, Trace
 
 SIZE, DPI = (12.0, 8.2), 80
 MOST_NAMES = 20  # of processes beside a row: of more, every second, third...
+FEW_NAMES = 6  # among more there is room for "w2" only
 MOST_LINKS = 10
 
 
@@ -42,7 +43,7 @@ def plot_overview(of: Trace | Run, *, num_workers: int | None = None) -> Figure:
     >>> import distlab as dl
     >>> run = dl.train(dl.tasks.digits(), dl.AsyncPS(), dl.SimulatedCluster(3), num_updates=40, progress=False)
     >>> [axes.get_xlabel() for axes in plot_overview(run).axes][:3]
-    ['updates applied (version)', 'time (s)', 'staleness (updates between read and apply)']
+    ['updates applied (version)', 'staleness (updates between read and apply)', 'time (s)']
     """
     rows = trace_of(of).rows
     num_workers = of.num_workers if num_workers is None and isinstance(of, Run) else num_workers
@@ -108,9 +109,11 @@ class Overview:
     def still(self) -> bytes:
         """The last picture, with the hatches that grey print needs (they cost too much while it moves); from now on the
         figure is an ordinary one."""
+        self._refresh()
         for kind, bars in self._activities.items():
-            bars.set_hatch(ACTIVITIES[kind][1])
-            bars.set_edgecolor("white" if ACTIVITIES[kind][1] else ACTIVITIES[kind][0])
+            if not thin(bars, self._span_s):
+                bars.set_hatch(ACTIVITIES[kind][1])
+                bars.set_edgecolor("white" if ACTIVITIES[kind][1] else ACTIVITIES[kind][0])
         self._carried.set(hatch="///", edgecolor="white")
         png = self.png()
         for artist in self._moving:
@@ -128,7 +131,7 @@ class Overview:
             top=0.935,
             bottom=0.07,
             hspace=0.42,
-            wspace=0.26,
+            wspace=0.3,
         )
         self.figure.suptitle(title, x=0.01, y=0.99, ha="left", fontsize="medium")
         by_version, ages = self.figure.add_subplot(grid[0, 0]), self.figure.add_subplot(grid[0, 2])
@@ -141,14 +144,20 @@ class Overview:
             self._line(axes, color=ORANGE, marker="o", markersize=4, linestyle="--") for axes in self._curves
         ]
         by_version.set(xlabel="updates applied (version)", ylabel="loss", yscale="log")
+        by_version.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        by_version.yaxis.set_major_formatter("{x:g}")
+        by_version.yaxis.set_minor_locator(NullLocator())
         by_time.set(xlabel="time (s)")
         self._by_accuracy = by_time.twinx()
         self._accuracy = self._line(self._by_accuracy, color=GREEN, marker="s", markersize=3, linestyle="-.")
         self._by_accuracy.set(ylim=(0, 1.02))
         self._by_accuracy.yaxis.set_visible(False)
+        if (each := -(-self.tally.num_updates // BINS)) > 1:
+            remark(by_time, f"a point for each {each:,} updates")
         by_version.legend(
             handles=[self._losses[0], self._judged[0], self._accuracy],
             labels=["training", "validation", "first metric (right)"], frameon=False, fontsize=8, loc="lower left",
+            ncols=3, bbox_to_anchor=(-0.02, 0.98), borderaxespad=0.0, columnspacing=1.0,
         )  # fmt: skip
         self._ages = ages
         self._bars = self._boxes(ages, BLUE)
@@ -173,7 +182,7 @@ class Overview:
         self._shares: list[Text] = []
         self._cluster.set(xlim=(-1.35, 1.35), ylim=(-1.45, 1.35), aspect="equal")
         self._cluster.set_axis_off()
-        self._cluster.set_title("what each does most; an arrow: waits for", fontsize=8, loc="left")
+        self._cluster.set_title("what each does most; arrow and %: waits for", fontsize=8, loc="left")
         self._said = self._text(self._words, 0.0, 0.95, "", va="top", fontsize=8.5, linespacing=1.5)
         self._words.set_axis_off()
         self._carried = self._boxes(self._traffic, ORANGE)
@@ -181,7 +190,7 @@ class Overview:
         self._links: list[str] = []
         for axes in (by_version, by_time, ages, self._timeline, self._traffic):
             axes.spines[["top", "right"]].set_visible(False)
-        self._by_accuracy.spines[["top"]].set_visible(False)
+        self._by_accuracy.spines[["top", "right"]].set_visible(False)
 
     def _line(self, axes: Axes, **how: Any) -> Line2D:
         (line,) = axes.plot([], [], **how)
@@ -231,21 +240,15 @@ class Overview:
             text.remove()
             self._moving.remove(text)
         self._shares = []
-        for label, (x, y) in zip(who, self._at, strict=True):
+        hubs = [label.startswith(("server", "client")) for label in who]
+        for label, (x, y), is_hub in zip(who, self._at, hubs, strict=True):
             if len(who) <= MOST_NAMES:
-                told = self._cluster.text(
-                    x,
-                    y + (0.3 if label.startswith(("server", "client")) else -0.3),
-                    label,
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    zorder=4,
-                )
+                at = beside(x, y, is_hub, not any(hubs))
+                told = self._cluster.text(*at, label, ha="center", va="center", fontsize=7, zorder=4)
                 self._shares.append(told)
                 self._moving.append(told)
         self._nodes.set_offsets(self._at)
-        self._nodes.set_sizes([min(420.0, 6000.0 / max(len(who), 1))])
+        self._nodes.set_sizes([min(420.0, 2400.0 / max(len(who), 1))])
 
     def _draw_curves(self) -> None:
         tally = self.tally
@@ -261,6 +264,7 @@ class Overview:
         self._accuracy.set_visible(shown)
         if shown != self._by_accuracy.yaxis.get_visible():
             self._by_accuracy.yaxis.set_visible(shown)
+            self._by_accuracy.spines["right"].set_visible(shown)
             self._background = None
         values = np.array([*losses, *(j[2] for j in judged)])
         values = values[np.isfinite(values) & (values > 0)]
@@ -337,14 +341,16 @@ class Overview:
         colours, busy = [], busiest(rows, who, from_s, tally.now_s)
         for label in who:
             kind, share = busy.get(label, ("wait", 0.0))
-            kind = "wait" if waits[label] > share else kind
+            kind = "wait" if waits[label] >= share else kind
             colours.append("white" if label in tally.gone else ACTIVITIES[kind][0])
         self._nodes.set_facecolor(colours)
         gone = [at for label, at in zip(who, self._at, strict=True) if label in tally.gone]
         self._dead.set_data([x for x, _ in gone], [y for _, y in gone])
+        crowd = len(who) > FEW_NAMES
         for text, label in zip(self._shares, who, strict=False):
-            told = "gone" if label in tally.gone else f"waits {waits[label]:.0%}" if waits[label] >= 0.005 else ""
-            text.set_text(f"{label}\n{told}" if told else label)
+            told = f"{'' if crowd else 'waits '}{waits[label]:.0%}" if waits[label] >= 0.005 else ""
+            told = "gone" if label in tally.gone else told
+            text.set_text("\n".join(filter(None, [short(label) if crowd else label, told])))
         lines, heads, widths = [], [], []
         where = dict(zip(who, self._at, strict=True))
         for (waiter, awaited), share in shares.items():
@@ -413,6 +419,13 @@ def positions(who: Sequence[str]) -> list[tuple[float, float]]:
     turns = np.linspace(0, 2 * np.pi, len(others), endpoint=False)
     far = 0.0 if len(others) == 1 else 0.9
     return [(far * float(np.sin(turn)), far * float(np.cos(turn))) for turn in turns]
+
+
+def beside(x: float, y: float, is_hub: bool, in_circle: bool) -> tuple[float, float]:
+    """Where the name of a process at this place stands, away from the arrows."""
+    if in_circle and (x or y):
+        return 1.65 * x, 1.35 * y
+    return x, y + (0.3 if is_hub else -0.3)
 
 
 def spread(count: int) -> list[float]:

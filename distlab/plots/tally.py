@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distlab.trace import EVENT, KIND_CODES, KINDS, ROLE_CODES, event, name
+from distlab.trace import EVENT, KIND_CODES, KINDS, ROLE_CODES, event, links, name, process_keys, process_name
 
 BINS = 240  # points of a curve: versions are put together beyond
 RECENT_ROWS = 360  # so many rows of the newest past are shown as a timeline
@@ -61,7 +61,7 @@ class Tally:
             rows[field_name] -= self.first_s
         self.num_rows += len(rows)
         self.now_s = max(self.now_s, float(rows["end_s"][-1]))
-        self.seen |= set(np.unique(_keys(rows, "role", "index")).tolist())
+        self.seen |= set(np.unique(process_keys(rows)).tolist())
         self._add_notes(rows)
         self._add_applies(rows[rows["kind"] == KIND_CODES["apply"]])
         self._add_bytes(rows[rows["bytes"] > 0])
@@ -74,7 +74,7 @@ class Tally:
     def who(self) -> list[str]:
         """Every process that has said something: servers and clients first."""
         order = [ROLE_CODES[role] for role in ("server", "client", "worker", "replica")]
-        return [_named(key) for key in sorted(self.seen, key=lambda key: (order.index((key >> 16) - 1), key))]
+        return [process_name(key) for key in sorted(self.seen, key=lambda key: (order.index((key >> 16) - 1), key))]
 
     @property
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -114,12 +114,9 @@ class Tally:
         return np.clip(versions * last // max(self.num_updates, 1), 0, last)
 
     def _add_bytes(self, rows: np.ndarray) -> None:
-        pulled = rows["kind"] == KIND_CODES["pull"]  # recorded by who received it
-        mine, peers = _keys(rows, "role", "index"), _keys(rows, "peer_role", "peer")
-        pairs = np.where(pulled, peers << 32 | mine, mine << 32 | peers)
-        links, which = np.unique(pairs, return_inverse=True)
-        for pair, total in zip(links.tolist(), np.bincount(which, rows["bytes"]).tolist(), strict=True):
-            self.links[_named(pair >> 32), _named(pair & 0xFFFFFFFF)] += int(total)
+        pairs, which = links(rows)
+        for pair, total in zip(pairs, np.bincount(which, rows["bytes"]).tolist(), strict=True):
+            self.links[pair] += int(total)
 
     def _add_judged(self, rows: np.ndarray) -> None:
         for row in rows[rows["kind"] == KIND_CODES["evaluate"]]:
@@ -149,15 +146,6 @@ class Tally:
         self._sums[:, self._bins(np.array([version]))[0] + 1 :] = 0
         self.judged = {v: seen for v, seen in self.judged.items() if v <= version}
         self.version = version
-
-
-def _keys(rows: np.ndarray, role: str, index: str) -> np.ndarray:
-    """One number for each row's process."""
-    return rows[role].astype(np.int64) + 1 << 16 | rows[index].astype(np.int64) & 0xFFFF
-
-
-def _named(key: int) -> str:
-    return name((key >> 16) - 1, key & 0xFFFF)
 
 
 def waiting(rows: np.ndarray, from_s: float, to_s: float) -> dict[tuple[str, str], float]:

@@ -15,9 +15,10 @@ from distlab.plots.paper import ACTIVITIES, GREEN, RED, blank, nothing, remark, 
 from distlab.run import Run
 from distlab.trace import KINDS, ROLE_CODES, Trace
 
-MOST_BOXES = 4000  # of a kind: more are put together where they would be drawn over each other
+MOST_BOXES = 4000  # of a kind: more would be drawn over each other
+STRETCHES = 200  # of the time, of which shares are drawn where there are too many boxes
 MOST_LINES = 400  # of versions
-MOST_CROSSES = 400  # side by side on a line: drops between two of them are one
+MOST_CROSSES = 60  # side by side on a line: drops between two of them are one
 BINS = 2000
 SHORTEST_S = 1e-6  # stretch of time that is drawn
 
@@ -103,14 +104,16 @@ def draw_timeline(axes: Axes, trace: Trace, from_s: float, to_s: float) -> list[
     to_s = max(to_s, from_s + SHORTEST_S)
     rows = trace.rows[(trace.rows["end_s"] >= from_s) & (trace.rows["start_s"] <= to_s)]
     thin_s = (to_s - from_s) / 400  # what is shorter is drawn this wide, or nobody would see it
-    drawn = [kind for kind in ACTIVITIES if _bars(axes, rows, trace.who, kind, thin_s)]
+    if np.bincount(rows["kind"], minlength=1).max() > MOST_BOXES:
+        drawn = _shares(axes, rows, trace.who, np.linspace(from_s, to_s, STRETCHES + 1))
+        remark(axes, f"{len(rows):,} events, put together: heights are shares of the time", 14)
+    else:
+        drawn = [kind for kind in ACTIVITIES if _bars(axes, rows, trace.who, kind, thin_s)]
     if _drops(axes, rows, trace.who, (to_s - from_s) / MOST_CROSSES):
         drawn.append("drop")
     _versions(axes, rows[(rows["end_s"] >= from_s) & (rows["end_s"] <= to_s)], to_s - from_s)
     axes.set(xlim=(from_s, to_s), ylim=(max(len(trace.who), 3) - 0.4, -0.6))
     axes.set_yticks(range(len(trace.who)), trace.who, fontsize="small")
-    if len(rows) > MOST_BOXES:
-        remark(axes, f"{len(rows):,} events, put together where close", 14)
     return drawn
 
 
@@ -135,14 +138,53 @@ def _bars(axes: Axes, rows: np.ndarray, who: Sequence[str], kind: str, thin_s: f
     half = 0.12 if kind == "wait" else 0.36
     left, right, y = mine["start_s"], np.maximum(mine["end_s"], mine["start_s"] + thin_s), places(mine, who)
     colour, hatch = ACTIVITIES[kind]
-    if len(mine) > MOST_BOXES:
-        (left, right, y), hatch = together(left, right, y, thin_s), ""
     low, high = y - half, y + half
     boxes = np.stack([np.stack([left, right, right, left], 1), np.stack([low, low, high, high], 1)], 2)
     bars = PolyCollection(list(boxes), zorder=1 if kind == "wait" else 2, facecolors=colour, linewidths=0.3)
+    hatch = "" if thin(bars, 400 * thin_s) else hatch
     bars.set(edgecolor="white" if hatch else colour, hatch=hatch)
     axes.add_collection(bars)
     return True
+
+
+def _shares(axes: Axes, rows: np.ndarray, who: Sequence[str], edges: np.ndarray) -> list[str]:
+    """For each process and stretch of time, bars on top of each other, as high as their share of it."""
+    lines, base = places(rows, who), np.repeat(np.arange(len(who))[:, None] + 0.36, len(edges) - 1, 1)
+    drawn = []
+    for kind in sorted(ACTIVITIES, key=lambda kind: kind == "wait"):
+        mine = rows["kind"] == KINDS.index(kind)
+        spent = np.array([time_in(edges, rows[mine & (lines == y)]) for y in range(len(who))]) if mine.any() else 0.0
+        top = np.maximum(base - 0.72 * spent / (edges[1] - edges[0]), np.arange(len(who))[:, None] - 0.36)
+        y, i = np.nonzero(base - top > 1e-6)
+        if len(y):
+            drawn.append(kind)
+            left, right, low, high = edges[i], edges[i + 1], top[y, i], base[y, i]
+            boxes = np.stack([np.stack([left, right, right, left], 1), np.stack([low, low, high, high], 1)], 2)
+            axes.add_collection(PolyCollection(list(boxes), color=ACTIVITIES[kind][0], linewidths=0.3))
+        base = top
+    return drawn
+
+
+def time_in(edges: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """How much of the time between each two `edges` these events took.
+
+    >>> rows = np.zeros(2, [("start_s", "f8"), ("end_s", "f8")])
+    >>> rows["start_s"], rows["end_s"] = [0.5, 2.0], [1.5, 2.25]
+    >>> time_in(np.arange(4.0), rows)
+    array([0.5 , 0.5 , 0.25])
+    """
+
+    def since(times: np.ndarray) -> np.ndarray:  # all of them together, at each edge
+        past = np.searchsorted(times := np.sort(times), edges)
+        return past * edges - np.append(0, np.cumsum(times))[past]
+
+    return np.diff(since(rows["start_s"]) - since(rows["end_s"]))
+
+
+def thin(bars: PolyCollection, span_s: float) -> bool:
+    """Are most of these rectangles too narrow for a hatch? It would tear them to pieces."""
+    widths = [float(np.ptp(np.asarray(path.vertices)[:, 0])) for path in bars.get_paths()[:MOST_BOXES]]
+    return bool(widths) and float(np.median(widths)) < span_s / 100
 
 
 def places(rows: np.ndarray, who: Sequence[str]) -> np.ndarray:
@@ -151,15 +193,6 @@ def places(rows: np.ndarray, who: Sequence[str]) -> np.ndarray:
     for y, (role, index) in enumerate(w.split() for w in who):
         lines[ROLE_CODES[role], int(index)] = y
     return lines[rows["role"], rows["index"]]
-
-
-def together(left: np.ndarray, right: np.ndarray, y: np.ndarray, thin_s: float) -> tuple[np.ndarray, ...]:
-    """Boxes that begin in the same hair's breadth of the same line, as one."""
-    keys, which = np.unique(y.astype(np.int64) << 40 | np.floor(left / thin_s).astype(np.int64), return_inverse=True)
-    first, last = np.full(len(keys), np.inf), np.full(len(keys), -np.inf)
-    np.minimum.at(first, which, left)
-    np.maximum.at(last, which, right)
-    return first, last, (keys >> 40).astype(float)
 
 
 def _drops(axes: Axes, rows: np.ndarray, who: Sequence[str], apart_s: float) -> bool:
@@ -199,4 +232,4 @@ def _versions(axes: Axes, rows: np.ndarray, span_s: float) -> None:
                 va="bottom",
                 color=GREEN,
             )
-            free_from = event.end_s + span_s / 16
+            free_from = event.end_s + span_s / 16 * max(len(str(event.version)) / 3, 1)

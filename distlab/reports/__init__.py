@@ -2,6 +2,7 @@
 
 from distlab.reports.blame import Blame, blame, how_many_backups
 from distlab.reports.curvature import curvature
+from distlab.reports.event_files import event_files
 from distlab.reports.export import chrome, export
 from distlab.reports.ledger import Entry, Ledger, ledger, sample_counts
 from distlab.reports.lineage import Survivors, survivors
@@ -23,6 +24,7 @@ __all__ = [
     "compare",
     "curvature",
     "evaluations",
+    "event_files",
     "export",
     "history",
     "how_many_backups",

@@ -1,6 +1,7 @@
-"""Traces for other tools: Chrome's trace format, which Perfetto opens, and tables as CSV.
+"""Traces for other tools: Chrome's trace format, which Perfetto opens, tables as CSV, and a folder for TensorBoard.
 
-A row per process, a slice per event with its versions and bytes, an arrow from each gradient to where it was applied.
+In Chrome's there is a row per process, a slice per event with its versions and bytes, and an arrow from each gradient
+to where it was applied.
 
 Source: Google, "Trace Event Format".
 """
@@ -9,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from distlab.reports.event_files import event_files
+from distlab.run import Run
 from distlab.trace import Event, Trace
 
 LEAST_US = 0.001  # a slice without length could not be hit
@@ -16,24 +19,31 @@ SAID = ("worker", "step", "read", "version", "bytes", "samples", "loss", "batch"
 USUAL = Event("", "", 0.0, 0.0)
 
 
-def export(trace: Trace, path: str | Path) -> Path:
+def export(of: Trace | Run, path: str | Path) -> Path:
     """Write a trace for other tools, in the format that the name asks for; returns the path.
 
     Args:
-        path: ends in .json (for https://ui.perfetto.dev or chrome://tracing) or in .csv (a row per event).
+        of: a run, or a trace; only a run knows the names of its metrics.
+        path: ends in .json (for https://ui.perfetto.dev or chrome://tracing) or in .csv (a row per event), or is a
+            folder: one that is there, or a name without an ending (event files for TensorBoard, see `event_files`).
 
     Raises:
         ValueError: another ending, or nothing in the trace.
+        ModuleNotFoundError, OSError: for a folder: there is no tensorboard, or it cannot be written to.
     """
     path = Path(path)
+    trace = of.trace if isinstance(of, Run) else of
     if not len(trace):
         raise ValueError("this trace is empty: there is nothing to export")
-    if path.suffix == ".json":
+    if path.is_dir() or not path.suffix:
+        event_files(of if isinstance(of, Run) else Run("", "", of, None, 0), path)
+    elif path.suffix == ".json":
         path.write_text(json.dumps(chrome(trace)))
     elif path.suffix == ".csv":
         trace.table().to_csv(path, index=False)
     else:
-        raise ValueError(f"{path.name!r}: the name of a trace ends in .json (for Perfetto) or .csv")
+        asked = "ends in .json (for Perfetto) or .csv, or is a folder's (for TensorBoard) and has no ending"
+        raise ValueError(f"{path.name!r}: the name of a trace {asked}")
     return path
 
 

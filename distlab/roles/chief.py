@@ -16,6 +16,7 @@ from distlab.fabric import Fabric
 from distlab.fabric.base import Timed
 from distlab.flat import Flat, local_state
 from distlab.randomness import put_back
+from distlab.roles.event_file import EventFile
 from distlab.roles.updater import Params
 from distlab.task import Task
 
@@ -36,10 +37,9 @@ class Chief:
         self.judged: list[dict[str, float]] = []
         self._fabric, self._task, self._worker_model = fabric, task, model
         self._every, self._next = every or 1, math.inf if every is None else 0
-        self._clock_s = time.time() - fabric.now()
         self._model = self._apart(task.build).eval()  # a factory that draws numbers must not draw the worker's
         self._flat = Flat(self._model)
-        self._writer = None if log_dir is None else self._apart(lambda: writer(log_dir))
+        self._file = None if log_dir is None else self._apart(lambda: EventFile(log_dir, time.time() - fabric.now()))
 
     def look(self, params: Params) -> None:
         """The worker holds `params`: evaluate them if it is time to."""
@@ -61,7 +61,7 @@ class Chief:
 
     def log(self, version: int, loss: float) -> None:
         """The worker's training loss at `version`."""
-        if self._writer is not None:
+        if self._file is not None:
             self._write(version, {"train/loss": loss})
             schedule, rate = self._task.lr_schedule, self._fabric.rate
             if schedule is not None or rate != 1.0:
@@ -70,8 +70,8 @@ class Chief:
 
     def close(self) -> None:
         """Finish the event file; harmless when it has been."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
     def _evaluate(self, params: Params) -> dict[str, float]:
         self._flat.params.copy_(params.values)
@@ -87,14 +87,5 @@ class Chief:
             return function()
 
     def _write(self, version: int, values: dict[str, float]) -> None:
-        if self._writer is not None:
-            for tag, value in values.items():
-                # On this world's clock, so that TensorBoard's relative time is virtual where time is.
-                self._writer.add_scalar(tag, value, version, walltime=self._clock_s + self._fabric.now())
-
-
-def writer(log_dir: str) -> Any:
-    """A SummaryWriter that keeps little back: who is killed closes nothing."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(log_dir, flush_secs=1)
+        if self._file is not None:
+            self._file.add(version, self._fabric.now(), values)
