@@ -47,10 +47,11 @@ def test_slider_moves_the_picture(explorer):
 def test_exception_is_seen_below_the_picture_until_the_next_one(explorer):
     box = explorer.page.get_by_role("checkbox", name="log")
     box.check()
-    explorer.wait_for_text("ArithmeticError: <no> logarithm")
+    told = explorer.page.get_by_text("ArithmeticError: <no> logarithm")
+    told.wait_for()
     explorer.screenshot("explorer_exception")
     box.uncheck()
-    explorer.page.get_by_text("ArithmeticError").wait_for(state="detached")
+    told.wait_for(state="detached")
     assert explorer.value("len(explorer.figure().axes[0].patches)") == explorer.value("explorer.values['workers']")
 
 
