@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from distlab.live import LiveRun
 
 SHARE = 0.08  # of one core, at most, for drawing
-FRAME_S = (0.25, 0.7)  # between two pictures, if drawing is quick and if it is slow
+FRAME_S = (0.25, 0.7)  # from one picture to the next, if drawing is quick and if it is slow
+REST_S = 0.05  # at least, however busy the machine
 SOON_S = 0.1  # from a button to the next picture
 LOG_CHARACTERS = 4000
 SPEEDS = [("as fast as it can", None), *((f"{speed:g} s a second", speed) for speed in (0.01, 0.1, 1.0, 10.0, 100.0))]
@@ -168,7 +169,7 @@ class Dashboard:
         return ending is not None
 
     def _draw(self) -> None:
-        began = time.thread_time()
+        began, cost_s = time.monotonic(), -time.thread_time()
         if not self._headless:
             self._image.value = self.view.png()
             self.drawn += 1
@@ -179,12 +180,12 @@ class Dashboard:
             self._status.value = (
                 f"<b>{self._live.state}</b>, version {self.view.tally.version:,} of {self._live.num_updates:,}"
             )
-        cost_s = time.thread_time() - began
-        self._pause_s = min(max(cost_s / SHARE, FRAME_S[0]), FRAME_S[1])
+        cost_s += time.thread_time()
+        self._due = began + min(max(cost_s / SHARE, FRAME_S[0]), FRAME_S[1])
 
     def _rest(self) -> None:
         """Wait until the next picture is due, which is soon once a button was pressed or the run has ended."""
-        due = time.monotonic() + self._pause_s
+        due = max(self._due, time.monotonic() + REST_S)
         while (left_s := due - time.monotonic()) > 0 and self._live.launched.wait(0) is None:
             if self._pressed.wait(min(left_s, SOON_S)):
                 self._pressed.clear()

@@ -10,11 +10,11 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection, PolyCollection
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from distlab.options import options
 from distlab.plots.paper import ACTIVITIES, BLUE, GREEN, GREY, ORANGE, RED, trace_of
@@ -25,6 +25,7 @@ from distlab.theory import staleness_probability
 from distlab.trace import KIND_CODES, KINDS, Trace
 
 SIZE, DPI = (12.0, 8.2), 80
+ROWS, COLUMNS = (26, 218, 244, 168), (330, 300, 330)  # pixels; the first row is the title's
 MOST_NAMES = 20  # of processes beside a row: of more, every second, third...
 MOST_LINKS = 10
 
@@ -55,8 +56,8 @@ def plot_overview(of: Trace | Run, *, num_workers: int | None = None) -> Figure:
 class Overview:
     """The picture of a run of which more and more is known: `add` what has happened, and take its `png`.
 
-    What moves is drawn over a background that is kept; all is drawn anew only when limits or names change, and limits
-    grow in jumps, so that this is seldom. Not for several threads at once.
+    What moves is drawn over a background that is kept; a pane of it is drawn anew only when its limits or names change,
+    and limits grow in jumps, so that this is seldom. Not for several threads at once.
 
     Args:
         num_updates: the version at which the run will be over.
@@ -72,6 +73,7 @@ class Overview:
         self._names: list[str] = []
         self._limits: dict[Axes, tuple[float, ...]] = {}
         self._background: Any = None
+        self._stale: set[FigureBase] = {self.figure}  # of the background
         self._at: list[tuple[float, float]] = []
         self._shown: list[tuple[str, str]] = []
         self._span_s = 0.0
@@ -87,12 +89,15 @@ class Overview:
         from PIL import Image
 
         self._refresh()
-        if self._background is None:
+        if self._background is not None:
+            self.canvas.restore_region(self._background)
+        if self._stale:
             for artist in self._moving:
                 artist.set_animated(True)
-            self.canvas.draw()
+            for pane in self._stale:
+                pane.draw(self.canvas.get_renderer())
+            self._stale = set()
             self._background = self.canvas.copy_from_bbox(self.figure.bbox)
-        self.canvas.restore_region(self._background)
         for artist in self._moving:
             if artist.axes is not None:
                 artist.axes.draw_artist(artist)
@@ -112,35 +117,29 @@ class Overview:
             bars.set_hatch(ACTIVITIES[kind][1])
             bars.set_edgecolor("white" if ACTIVITIES[kind][1] else ACTIVITIES[kind][0])
         self._carried.set(hatch="///", edgecolor="white")
+        self._stale = {self.figure}
         png = self.png()
         for artist in self._moving:
             artist.set_animated(False)
-        self._background = None
+        self._stale = {self.figure}
         return png
 
     def _set_up(self, title: str) -> None:
-        grid = self.figure.add_gridspec(
-            3,
-            3,
-            height_ratios=(2.3, 2.6, 1.5),
-            left=0.065,
-            right=0.985,
-            top=0.935,
-            bottom=0.07,
-            hspace=0.42,
-            wspace=0.26,
-        )
+        grid = self.figure.add_gridspec(4, 3, height_ratios=ROWS, width_ratios=COLUMNS)
         self.figure.suptitle(title, x=0.01, y=0.99, ha="left", fontsize="medium")
-        by_version, ages = self.figure.add_subplot(grid[0, 0]), self.figure.add_subplot(grid[0, 2])
-        by_time = self.figure.add_subplot(grid[0, 1], sharey=by_version)
-        self._timeline, self._cluster = self.figure.add_subplot(grid[1, :2]), self.figure.add_subplot(grid[1, 2])
-        self._words, self._traffic = self.figure.add_subplot(grid[2, :2]), self.figure.add_subplot(grid[2, 2])
+        by_version, ages = self._pane(grid[1, 0]), self._pane(grid[1, 2])
+        by_time = self._pane(grid[1, 1], left=30, right=44)
+        self._timeline, self._cluster = self._pane(grid[2, :2], right=44, top=20), self._pane(grid[2, 2], 10, 10, 20, 4)
+        self._words, self._traffic = self._pane(grid[3, :2], top=4, bottom=4), self._pane(grid[3, 2], left=90)
         self._curves = (by_version, by_time)
         self._losses = [self._line(axes, color=BLUE, linewidth=1.4) for axes in self._curves]
         self._judged = [
             self._line(axes, color=ORANGE, marker="o", markersize=4, linestyle="--") for axes in self._curves
         ]
-        by_version.set(xlabel="updates applied (version)", ylabel="loss", yscale="log")
+        for axes in self._curves:  # that share no axis: or each new limit would draw all of the other at once
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
+        by_version.set(xlabel="updates applied (version)", ylabel="loss")
         by_time.set(xlabel="time (s)")
         self._by_accuracy = by_time.twinx()
         self._accuracy = self._line(self._by_accuracy, color=GREEN, marker="s", markersize=3, linestyle="-.")
@@ -162,7 +161,6 @@ class Overview:
         self._crosses = self._line(self._timeline, color=RED, marker="x", linestyle="", markersize=7, markeredgewidth=2)
         self._timeline.set(xlabel="seconds before the newest event")
         self._timeline_told = self._text(self._timeline, 1.0, 1.01, "", ha="right", va="bottom", fontsize=7, color=GREY)
-        self._timeline.set_zorder(1)
         self._arrows = LineCollection([], colors="black", animated=True)
         self._heads = self._boxes(self._cluster, "black")
         self._cluster.add_collection(self._arrows)
@@ -182,6 +180,13 @@ class Overview:
         for axes in (by_version, by_time, ages, self._timeline, self._traffic):
             axes.spines[["top", "right"]].set_visible(False)
         self._by_accuracy.spines[["top"]].set_visible(False)
+
+    def _pane(self, where: Any, left: int = 62, right: int = 14, top: int = 10, bottom: int = 42) -> Axes:
+        """Axes in a part of the picture that is drawn by itself; margins in pixels."""
+        pane = self.figure.add_subfigure(where, facecolor="white")
+        width, height = pane.bbox.size
+        place = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+        return pane.add_axes(place)
 
     def _line(self, axes: Axes, **how: Any) -> Line2D:
         (line,) = axes.plot([], [], **how)
@@ -212,18 +217,19 @@ class Overview:
         self._said.set_text("\n".join([*said, *(f"▸ {note}" for note in reversed(tally.notes))]))
 
     def _limit(self, axes: Axes, *limits: float) -> None:
-        """Set what is in view, (x0, x1) or (x0, x1, y0, y1); all is drawn anew if that is news."""
+        """Set what is in view, (x0, x1) or (x0, x1, y0, y1); the pane is drawn anew if that is news."""
         if self._limits.get(axes) != limits:
             self._limits[axes] = limits
             axes.set_xlim(*limits[:2])
             if limits[2:]:
                 axes.set_ylim(*limits[2:])
-            self._background = None
+            self._stale.add(axes.figure)
 
     def _put_names(self, who: Sequence[str]) -> None:
         if who == self._names:
             return
-        self._names, self._background = list(who), None
+        self._names = list(who)
+        self._stale |= {self._timeline.figure, self._cluster.figure}
         every = -(-len(who) // MOST_NAMES)
         self._timeline.set_yticks(range(0, len(who), every), who[::every], fontsize="small")
         self._at = positions(who)
@@ -261,13 +267,17 @@ class Overview:
         self._accuracy.set_visible(shown)
         if shown != self._by_accuracy.yaxis.get_visible():
             self._by_accuracy.yaxis.set_visible(shown)
-            self._background = None
+            self._stale.add(self._by_accuracy.figure)
         values = np.array([*losses, *(j[2] for j in judged)])
         values = values[np.isfinite(values) & (values > 0)]
         low, high = (values.min(), values.max()) if len(values) else (0.1, 1.0)
-        bottom, top = 2 ** (math.floor(2 * math.log2(low) - 0.2) / 2), 2 ** (math.ceil(2 * math.log2(high) + 0.2) / 2)
-        self._limit(self._curves[0], 0, max(tally.num_updates, 1) * 1.02, bottom, top)
-        self._limit(self._curves[1], 0, rounded(max(tally.now_s, 1e-9)) if tally.now_s else 1.0)
+        bottom, top = 4 ** math.floor(math.log(low, 4) - 0.1), 2 ** math.ceil(math.log2(high) + 0.2)
+        ends = max(tally.num_updates, 1) * 1.02, rounded(tally.now_s) if tally.now_s > 0 else 1.0
+        for axes, end in zip(self._curves, ends, strict=True):
+            if axes.get_ylim() != (bottom, top):
+                ticks = log_ticks(bottom, top)
+                axes.set_yticks(ticks, [f"{tick:g}" if axes is self._curves[0] else "" for tick in ticks])
+            self._limit(axes, 0, end, bottom, top)
 
     def _draw_ages(self) -> None:
         counts = self.tally.ages
@@ -325,7 +335,7 @@ class Overview:
                 handles=handles, ncols=len(handles), frameon=False, fontsize=8, loc="lower left",
                 bbox_to_anchor=(-0.01, 0.98), borderaxespad=0.0, columnspacing=1.0,
             )  # fmt: skip
-            self._background = None
+            self._stale.add(self._timeline.figure)
         self._timeline_told.set_text(f"newest event at {now_s:.2f} s")
         self._limit(self._timeline, -span_s, 0, max(len(self._names), 3) - 0.4, -0.6)
 
@@ -337,7 +347,7 @@ class Overview:
         colours, busy = [], busiest(rows, who, from_s, tally.now_s)
         for label in who:
             kind, share = busy.get(label, ("wait", 0.0))
-            kind = "wait" if waits[label] > share else kind
+            kind = "wait" if waits[label] >= share else kind
             colours.append("white" if label in tally.gone else ACTIVITIES[kind][0])
         self._nodes.set_facecolor(colours)
         gone = [at for label, at in zip(who, self._at, strict=True) if label in tally.gone]
@@ -374,7 +384,7 @@ class Overview:
             self._traffic.set_xlabel(
                 "MB sent by link" + (f" (the first {MOST_LINKS} of {len(links)})" if left_out else "")
             )
-            self._background = None
+            self._stale.add(self._traffic.figure)
         carried = np.array([self.tally.links[pair] / 1e6 for pair in self._shown])
         y = np.arange(len(carried))
         self._carried.set_verts(boxes(np.zeros(len(carried)), carried, y - 0.38, y + 0.38))
@@ -424,6 +434,14 @@ def rounded(value: float) -> float:
     """The next number of 1, 1.5, 2, 3, 5, 7 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 1.5, 2, 3, 5, 7, 10) if step * power >= value * (1 - 1e-9))
+
+
+def log_ticks(bottom: float, top: float) -> list[float]:
+    """Few round numbers in between: 1, 2, 5, 10 ... or, over many powers of ten, some of those alone."""
+    low, high = math.floor(math.log10(bottom)), math.ceil(math.log10(top))
+    steps = (1, 2, 5) if high - low <= 3 else (1,)
+    ticks = [step * 10.0**power for power in range(low, high + 1, max((high - low) // 6, 1)) for step in steps]
+    return [tick for tick in ticks if bottom <= tick <= top]
 
 
 def short(who: str) -> str:
