@@ -236,8 +236,8 @@ class Page:
     def value(self, expression: str) -> str:
         """The repr of an expression in the kernel, asked in silence: no cell is made, none is changed.
 
-        A subshell of the kernel answers, so also one whose cell awaits something. JupyterLab then takes the whole kernel
-        for idle: ask `is_running` about the cell."""
+        A subshell of the kernel answers, so also one whose cell awaits something. JupyterLab then takes the whole
+        kernel for idle: ask `is_running` about the cell."""
         return self.page.evaluate(
             f"""async expression => {{
                 const kernel = {NOTEBOOK}.sessionContext.session.kernel;

@@ -29,6 +29,7 @@ FRAME_S = (0.25, 0.7)  # from one picture to the next, if drawing is quick and i
 REST_S = 0.05  # at least, however busy the machine
 SOON_S = 0.1  # from a button to the next picture
 LOG_CHARACTERS = 4000
+LOG = '<pre style="white-space: pre-wrap; word-break: normal">{}</pre>'
 SPEEDS = [("as fast as it can", None), *((f"{speed:g} s a second", speed) for speed in (0.01, 0.1, 1.0, 10.0, 100.0))]
 OF_A_WORKER = ("Kill", "Revive", "Remove", "Slow", "Throttle")
 FACTORS, LENGTHS = [2.0, 3.0, 5.0, 10.0], [("for 2 s", 2.0), ("for 10 s", 10.0), ("to the end", math.inf)]
@@ -194,7 +195,7 @@ class Dashboard:
     def _say(self, line: str) -> None:
         self.log = f"{self.log}{line.rstrip()}\n"[-LOG_CHARACTERS:]
         if self._log_shown is not None:
-            self._log_shown.update(HTML(f"<pre>{html.escape(self.log)}</pre>"))
+            self._log_shown.update(HTML(LOG.format(html.escape(self.log))))
 
     def _close(self) -> None:
         self._image.value = self.view.still()

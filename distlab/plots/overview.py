@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -127,7 +127,7 @@ class Overview:
     def _set_up(self, title: str) -> None:
         grid = self.figure.add_gridspec(4, 3, height_ratios=ROWS, width_ratios=COLUMNS)
         self.figure.suptitle(title, x=0.01, y=0.99, ha="left", fontsize="medium")
-        by_version, ages = self._pane(grid[1, 0]), self._pane(grid[1, 2])
+        by_version, ages = self._pane(grid[1, 0], right=26), self._pane(grid[1, 2])
         by_time = self._pane(grid[1, 1], left=30, right=44)
         self._timeline, self._cluster = self._pane(grid[2, :2], right=44, top=20), self._pane(grid[2, 2], 10, 10, 20, 4)
         self._words, self._traffic = self._pane(grid[3, :2], top=4, bottom=4), self._pane(grid[3, 2], left=90)
@@ -144,30 +144,30 @@ class Overview:
         self._by_accuracy = by_time.twinx()
         self._accuracy = self._line(self._by_accuracy, color=GREEN, marker="s", markersize=3, linestyle="-.")
         self._by_accuracy.set(ylim=(0, 1.02))
-        self._by_accuracy.yaxis.set_visible(False)
-        by_version.legend(
-            handles=[self._losses[0], self._judged[0], self._accuracy],
-            labels=["training", "validation", "first metric (right)"], frameon=False, fontsize=8, loc="lower left",
-        )  # fmt: skip
+        self._by_accuracy.set_axis_off()
+        self._keys: list[str] = []
         self._ages = ages
         self._bars = self._boxes(ages, BLUE)
         self._theory = self._line(ages, color=ORANGE, marker="o", markersize=3, linewidth=1)
         self._mean = self._line(ages, color=RED, linestyle="--", linewidth=1.2)
         self._mean_told = self._text(ages, 0.98, 0.96, "", ha="right", va="top", fontsize=8)
         ages.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients", ylim=(0, 1.05))
-        ages.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ages.set_xlim(-0.9, 8.9)
+        for axes in (by_version, ages):
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        by_version.xaxis.set_major_formatter("{x:,.0f}")
         kinds = sorted(ACTIVITIES, key=lambda kind: kind != "wait")
         self._activities = {kind: self._boxes(self._timeline, ACTIVITIES[kind][0]) for kind in kinds}
         self._crosses = self._line(self._timeline, color=RED, marker="x", linestyle="", markersize=7, markeredgewidth=2)
-        self._timeline.set(xlabel="seconds before the newest event")
-        self._timeline_told = self._text(self._timeline, 1.0, 1.01, "", ha="right", va="bottom", fontsize=7, color=GREY)
+        self._timeline.set(xlabel="seconds before the newest event", xlim=(-1, 0), yticks=[])
+        self._timeline_told = self._text(self._timeline, 1.0, 1.01, "", ha="right", va="bottom", fontsize=8, color=GREY)
         self._arrows = LineCollection([], colors="black", animated=True)
         self._heads = self._boxes(self._cluster, "black")
         self._cluster.add_collection(self._arrows)
         self._moving.append(self._arrows)
         self._nodes = self._cluster.scatter([], [], s=420, edgecolors="black", linewidths=0.8, zorder=3)
-        self._dead = self._line(self._cluster, color=RED, marker="x", linestyle="", markersize=20, markeredgewidth=3)
         self._moving.append(self._nodes)
+        self._dead = self._line(self._cluster, color=RED, marker="x", linestyle="", markersize=20, markeredgewidth=3)
         self._shares: list[Text] = []
         self._cluster.set(xlim=(-1.35, 1.35), ylim=(-1.45, 1.35), aspect="equal")
         self._cluster.set_axis_off()
@@ -175,7 +175,7 @@ class Overview:
         self._said = self._text(self._words, 0.0, 0.95, "", va="top", fontsize=8.5, linespacing=1.5)
         self._words.set_axis_off()
         self._carried = self._boxes(self._traffic, ORANGE)
-        self._traffic.set(xlabel="MB sent by link")
+        self._traffic.set(xlabel="MB sent by link", xlim=(0, 1), yticks=[])
         self._links: list[str] = []
         for axes in (by_version, by_time, ages, self._timeline, self._traffic):
             axes.spines[["top", "right"]].set_visible(False)
@@ -245,13 +245,25 @@ class Overview:
                     label,
                     ha="center",
                     va="center",
-                    fontsize=7,
+                    fontsize=8,
                     zorder=4,
                 )
                 self._shares.append(told)
                 self._moving.append(told)
         self._nodes.set_offsets(self._at)
         self._nodes.set_sizes([min(420.0, 6000.0 / max(len(who), 1))])
+
+    def _put_keys(self, seen: Mapping[str, bool]) -> None:
+        """The legend of the curves: only what is there."""
+        if (keys := [key for key, is_there in seen.items() if is_there]) == self._keys:
+            return
+        self._keys = keys
+        lines = dict(zip(seen, (self._losses[0], self._judged[0], self._accuracy), strict=True))
+        handles = [lines[key] for key in keys]
+        self._curves[0].legend(handles=handles, labels=keys, frameon=False, fontsize=8, loc="upper right")
+        if seen["first metric (right)"]:
+            self._by_accuracy.set_axis_on()
+        self._stale |= {axes.figure for axes in self._curves}
 
     def _draw_curves(self) -> None:
         tally = self.tally
@@ -265,14 +277,15 @@ class Overview:
         self._accuracy.set_data([s[0] for s in scores], [s[1] for s in scores])
         shown = bool(scores) and all(0 <= score <= 1 for _, score in scores)
         self._accuracy.set_visible(shown)
-        if shown != self._by_accuracy.yaxis.get_visible():
-            self._by_accuracy.yaxis.set_visible(shown)
-            self._stale.add(self._by_accuracy.figure)
+        self._put_keys({"training": True, "validation": bool(judged), "first metric (right)": shown})
         values = np.array([*losses, *(j[2] for j in judged)])
         values = values[np.isfinite(values) & (values > 0)]
         low, high = (values.min(), values.max()) if len(values) else (0.1, 1.0)
         bottom, top = 4 ** math.floor(math.log(low, 4) - 0.1), 2 ** math.ceil(math.log2(high) + 0.2)
-        ends = max(tally.num_updates, 1) * 1.02, rounded(tally.now_s) if tally.now_s > 0 else 1.0
+        ends = (
+            min(rounded(max(tally.version, 1)), 1.02 * max(tally.num_updates, 1)),
+            rounded(tally.now_s) if tally.now_s > 0 else 1.0,
+        )
         for axes, end in zip(self._curves, ends, strict=True):
             if axes.get_ylim() != (bottom, top):
                 ticks = log_ticks(bottom, top)
@@ -380,7 +393,7 @@ class Overview:
             self._shown = sorted(pair for pair, _ in links[:MOST_LINKS])
             self._links = [label[pair] for pair in self._shown]
             left_out = len(links) - len(self._links)
-            self._traffic.set_yticks(range(len(self._links)), self._links, fontsize=7)
+            self._traffic.set_yticks(range(len(self._links)), self._links, fontsize=8)
             self._traffic.set_xlabel(
                 "MB sent by link" + (f" (the first {MOST_LINKS} of {len(links)})" if left_out else "")
             )
