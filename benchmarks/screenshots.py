@@ -1,4 +1,4 @@
-"""What does a reader see of each strategy? Pictures of a JupyterLab with its dashboard, half-way and finished.
+"""What does a reader see of each strategy? Pictures of a JupyterLab with its dashboard, under way and stopped.
 
 python benchmarks/screenshots.py [AsyncPS ...]
 
@@ -20,6 +20,7 @@ import browser
 
 NAMES = [n for n in dl.strategies.__all__ if n not in ("Strategy", "ParameterServerStrategy")]
 OPTIONS = {"LocalSGD": "every=4", "SyncPS": "num_servers=2"}
+MOST = {"real": 3000, "simulated": 300}  # updates: seconds of either
 WIDTHS, HEIGHT = (1280, 1920), 1000
 REAL, SIMULATED = "dl.LocalCluster({workers}, compute_time_s=0.01)", "dl.SimulatedCluster({workers})"
 SETUP = "%matplotlib inline\nimport distlab as dl\ntask = dl.tasks.digits()\nmost = {most}"
@@ -34,23 +35,21 @@ def see(lab: browser.Lab, name: str, kind: str) -> None:
     cluster = (REAL if kind == "real" else SIMULATED).format(workers=workers)
     words = {"cluster": cluster, "name": name, "options": OPTIONS.get(name, "")}
     start = START.format(**words, speed="" if kind == "real" else ", paused=True")
-    path = lab.write(f"{name}_{kind}.ipynb", [SETUP.format(most=300), start, "run = await live"])
+    path = lab.write(f"{name}_{kind}.ipynb", [SETUP.format(most=MOST[kind]), start, "run = await live"])
     page = lab.open(path)
     page.run(0)
     page.run(1)
     page.run(2, wait=False)
     if kind == "simulated":
-        page.choose("10 s a second")
+        page.choose("1 s a second")
         page.click("Play")
-    page.wait_for_value("live.version > most // 2 or live.state == 'ended'", "True")
-    if page.value("live.state") == "'running'":
-        page.click("Pause")
-        page.wait_for_value("live.paused", "True")
-    page.wait_for_text("paused|ended")
+    page.wait_for_value("live.version > most // 3", "True")
+    page.click("Pause")
+    page.wait_for_text("paused, version")
     look(page, f"{name}_{kind}", "midway")
-    page.click("Play")
+    page.click("Stop")
     page.wait_for_cell(2)
-    look(page, f"{name}_{kind}", "finished")
+    look(page, f"{name}_{kind}", "stopped")
     for index, error in page.errors():
         print(f"{name}, {kind}: cell {index}: {error}")
     page.close()
@@ -61,7 +60,7 @@ def look(page: browser.Page, name: str, moment: str) -> None:
     for width in WIDTHS:
         page.page.set_viewport_size({"width": width, "height": HEIGHT})
         page.picture(1)
-        print(page.screenshot(f"{name}_{width}_{moment}").relative_to(Path.cwd()))
+        print(page.screenshot(f"{name}_{width}_{moment}"))
 
 
 @click.command()
