@@ -8,10 +8,10 @@ ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(BROWSER),$(filter Darwin,$(shell uname)))
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test demo fuzz faults kills lessons lint clean
+.PHONY: help lab test demo fuzz faults kills screenshots lessons lint clean
 
 help:  # no "##" here: the list is what it prints
-	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s%s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s%s\n", $$1, $$2}'
 
 lab: $(READY)  ## open the lessons in JupyterLab (without a screen: print its address)
 	$(RUN) -m jupyterlab $(ROOT) $(if $(SCREEN),,--no-browser) $(ARGS) lessons
@@ -30,6 +30,9 @@ faults: $(READY)  ## kill each kind of process under each strategy, 50 times eac
 
 kills: $(READY)  ## kill a script that makes checkpoints 8 times under each of four strategies, and let it go on (more: ARGS=30)
 	DISTLAB_KILLS=$(or $(ARGS),8) $(RUN) -m pytest tests/test_checkpoints.py -k killed --timeout=0
+
+screenshots: $(READY)  ## the dashboard of each strategy in a browser, for you to look at (some: ARGS="AsyncPS SyncPS")
+	$(RUN) benchmarks/screenshots.py $(ARGS)
 
 lessons: $(READY)  ## execute the lessons whose source changed (all: ARGS=--force)
 	$(RUN) lessons/build.py $(ARGS)

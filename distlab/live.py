@@ -108,6 +108,11 @@ class LiveRun:
         return f"LiveRun({self.strategy} on {self.cluster}: {self.state}, {self.version} of {self.num_updates} updates)"
 
     @property
+    def task(self) -> Task:
+        """What is trained."""
+        return self._task
+
+    @property
     def strategy(self) -> Strategy:
         """The algorithm."""
         return self._strategy

@@ -151,7 +151,7 @@ class Lab:
         address, _, token = self.address.partition("?")
         page.goto(f"{address}/lab/tree/{notebook.name}?reset&{token}")
         page.wait_for_selector(".jp-Notebook .jp-Cell")
-        opened = Page(page)
+        opened = Page(page, notebook)
         opened.wait_for_status("idle")
         return opened
 
@@ -159,8 +159,8 @@ class Lab:
 class Page:
     """A notebook in the browser. Cells are counted from 0, text cells too; `page.page` is Playwright's own."""
 
-    def __init__(self, page: Any) -> None:
-        self.page = page
+    def __init__(self, page: Any, notebook: Path) -> None:
+        self.page, self.notebook = page, notebook
 
     def cells(self) -> list[dict]:
         """The cells as the notebook would be saved now, outputs included."""
@@ -181,6 +181,27 @@ class Page:
             }}""",
             [index, wait],
         )
+
+    def wait_for_cell(self, index: int, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until a cell that was run without waiting has ended, well or not."""
+        ended = f"index => typeof {NOTEBOOK}.content.widgets[index].model.sharedModel.execution_count === 'number'"
+        self.page.wait_for_function(ended, arg=index, timeout=1000 * timeout_s)
+
+    def is_running(self, index: int) -> bool:
+        """Is a cell under way, "[*]"?"""
+        return (
+            self.page.evaluate(f"i => {NOTEBOOK}.content.widgets[i].model.sharedModel.executionState", index)
+            == "running"
+        )
+
+    def clear(self) -> None:
+        """Forget all outputs."""
+        self.page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+
+    def save(self) -> Any:
+        """Save the notebook, and read its file."""
+        self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+        return nbformat.read(self.notebook, as_version=4)
 
     def run_all(self) -> None:
         """Run all code cells, one after the other, those after a failed one too."""
@@ -213,17 +234,31 @@ class Page:
         self.page.wait_for_function(f"wanted => {STATUS} === wanted", arg=status, timeout=1000 * timeout_s)
 
     def value(self, expression: str) -> str:
-        """The repr of an expression in the kernel, asked in silence: no cell is made, none is changed."""
+        """The repr of an expression in the kernel, asked in silence: no cell is made, none is changed.
+
+        A subshell of the kernel answers, so also one whose cell awaits something. JupyterLab then takes the whole
+        kernel for idle: ask `is_running` about the cell."""
         return self.page.evaluate(
             f"""async expression => {{
                 const kernel = {NOTEBOOK}.sessionContext.session.kernel;
+                window.subshells ??= {{}};
+                window.subshells[kernel.id] ??= (await kernel.requestCreateSubshell({{}}).done).content.subshell_id;
+                kernel.subshellId = window.subshells[kernel.id];
                 const asked = kernel.requestExecute({{
                     code: "", silent: true, store_history: false, user_expressions: {{ it: expression }} }});
+                kernel.subshellId = null;
                 const it = (await asked.done).content.user_expressions.it;
                 return it.status === "ok" ? it.data["text/plain"] : `${{it.ename}}: ${{it.evalue}}`;
             }}""",
             expression,
         )
+
+    def wait_for_value(self, expression: str, wanted: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until `value` is as `wanted`."""
+        deadline = time.monotonic() + timeout_s
+        while (value := self.value(expression)) != wanted:
+            assert time.monotonic() < deadline, f"{expression} is {value} for {timeout_s:g} s, not {wanted}"
+            self.page.wait_for_timeout(50)
 
     def cell(self, index: int) -> Any:
         """Playwright's locator of a cell, scrolled to."""
@@ -260,6 +295,11 @@ class Page:
     def click(self, button: str) -> None:
         """Click the button with exactly this text."""
         self.page.get_by_role("button", name=button, exact=True).click()
+
+    def choose(self, option: str) -> None:
+        """Choose in the menu that has an option with exactly this text."""
+        offered = self.page.get_by_role("option", name=option, exact=True)
+        self.page.locator(".jupyter-widgets select").filter(has=offered).select_option(label=option)
 
     def wait_for_text(self, pattern: str, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until what is on the page matches a JavaScript regular expression."""

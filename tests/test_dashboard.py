@@ -193,6 +193,8 @@ def test_buttons_kill_revive_and_stop_and_say_what_cannot_be():
         until(lambda: board.view.tally.gone == set())
         here = board.view.tally.version
         until(lambda: board.view.tally.version > here)
+        board._rate.value = 0.5
+        until(lambda: any("the learning rate is 0.5 times" in note for note in board.view.tally.notes))
         press(board, "Add a worker")
         until(lambda: "worker 3" in board.view.tally.who)
         until(lambda: ("worker 3", 3) in board._worker.options)

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base", "playwright": "playwright-python"}
 
 
 def pyproject() -> dict:

@@ -220,7 +220,7 @@ def marks(figure) -> int:
         ("traffic", ""),
         ("ledger", ""),
         ("comparison", "a point for each 7 of 25,"),
-        ("overview", "a point for each 109 updates"),
+        ("overview", "a point for each 128 updates"),
     ],
 )
 def test_a_million_events_are_few_marks_and_the_picture_says_so(long_run, name, remark):

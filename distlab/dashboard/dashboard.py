@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from distlab.live import LiveRun
 
 SHARE = 0.08  # of one core, at most, for drawing
-FRAME_S = (0.25, 0.7)  # between two pictures, if drawing is quick and if it is slow
+FRAME_S = (0.25, 0.7)  # from one picture to the next, if drawing is quick and if it is slow
+REST_S = 0.05  # at least, however busy the machine
 SOON_S = 0.1  # from a button to the next picture
 LOG_CHARACTERS = 4000
+LOG = '<pre style="white-space: pre-wrap; word-break: normal">{}</pre>'
 SPEEDS = [("as fast as it can", None), *((f"{speed:g} s a second", speed) for speed in (0.01, 0.1, 1.0, 10.0, 100.0))]
+RATES = [("learning rate × 1", 1.0), *((f"× {rate:g}", rate) for rate in (10.0, 3.0, 2.0, 0.5, 0.3, 0.1, 0.01))]
 OF_A_WORKER = ("Kill", "Revive", "Remove", "Slow", "Throttle")
 FACTORS, LENGTHS = [2.0, 3.0, 5.0, 10.0], [("for 2 s", 2.0), ("for 10 s", 10.0), ("to the end", math.inf)]
 
@@ -47,7 +50,9 @@ class Dashboard:
 
     def __init__(self, live: "LiveRun") -> None:
         self._live, self._pressed, self._refused = live, threading.Event(), list[str]()
-        self.view = Overview(live.num_updates, live.num_workers, f"{live.strategy} on {live.cluster}")
+        self.view = Overview(
+            live.num_updates, live.num_workers, f"{live.strategy} on {live.cluster}", next(iter(live.task.metrics), "")
+        )
         self._heard, self._read, self.log, self.drawn = 0, 0, "", 0
         self._headless = bool(os.environ.get("DISTLAB_HEADLESS"))
         self._box_shown = self._log_shown = None  # type: Any
@@ -84,6 +89,8 @@ class Dashboard:
         )
         self._length = widgets.Dropdown(options=LENGTHS, layout=widgets.Layout(width="100px"))
         self._speed = widgets.Dropdown(options=SPEEDS, layout=widgets.Layout(width="140px"))
+        self._rate = widgets.Dropdown(options=RATES, layout=widgets.Layout(width="150px"))
+        self._rate.observe(lambda said: self.order("Learning rate", lambda: live.scale_lr(said["new"])), "value")
         live, which = self._live, self._which
         self.buttons: dict[str, Callable[[], Any]] = {
             "Kill": lambda: live.kill(**which()),
@@ -104,6 +111,7 @@ class Dashboard:
             self._speed.observe(self._change_speed, "value")
         row = widgets.Layout(flex_flow="row wrap")
         of_a_worker = [self._worker, *first[:3], self._factor, self._length, *first[3:]]
+        rest.insert(1, self._rate)
         lines = [widgets.HBox(of_a_worker, layout=row), widgets.HBox([*rest, self._status], layout=row)]
         self.box = widgets.VBox([*lines, self._image])
 
@@ -168,7 +176,7 @@ class Dashboard:
         return ending is not None
 
     def _draw(self) -> None:
-        began = time.thread_time()
+        began, cost_s = time.monotonic(), -time.thread_time()
         if not self._headless:
             self._image.value = self.view.png()
             self.drawn += 1
@@ -179,12 +187,12 @@ class Dashboard:
             self._status.value = (
                 f"<b>{self._live.state}</b>, version {self.view.tally.version:,} of {self._live.num_updates:,}"
             )
-        cost_s = time.thread_time() - began
-        self._pause_s = min(max(cost_s / SHARE, FRAME_S[0]), FRAME_S[1])
+        cost_s += time.thread_time()
+        self._due = began + min(max(cost_s / SHARE, FRAME_S[0]), FRAME_S[1])
 
     def _rest(self) -> None:
         """Wait until the next picture is due, which is soon once a button was pressed or the run has ended."""
-        due = time.monotonic() + self._pause_s
+        due = max(self._due, time.monotonic() + REST_S)
         while (left_s := due - time.monotonic()) > 0 and self._live.launched.wait(0) is None:
             if self._pressed.wait(min(left_s, SOON_S)):
                 self._pressed.clear()
@@ -193,7 +201,7 @@ class Dashboard:
     def _say(self, line: str) -> None:
         self.log = f"{self.log}{line.rstrip()}\n"[-LOG_CHARACTERS:]
         if self._log_shown is not None:
-            self._log_shown.update(HTML(f"<pre>{html.escape(self.log)}</pre>"))
+            self._log_shown.update(HTML(LOG.format(html.escape(self.log))))
 
     def _close(self) -> None:
         self._image.value = self.view.still()

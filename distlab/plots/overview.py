@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,21 +10,22 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection, PolyCollection
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from distlab.options import options
-from distlab.plots.paper import ACTIVITIES, BLUE, GREEN, GREY, ORANGE, RED, remark, trace_of
-from distlab.plots.tally import BINS, Tally, waiting
+from distlab.plots.paper import ACTIVITIES, BLUE, GREEN, GREY, ORANGE, RED, trace_of
+from distlab.plots.tally import Tally, waiting
 from distlab.plots.timeline import places, thin
 from distlab.run import Run
 from distlab.theory import staleness_probability
 from distlab.trace import KIND_CODES, KINDS, Trace
 
 SIZE, DPI = (12.0, 8.2), 80
+ROWS, COLUMNS = (26, 218, 244, 168), (330, 300, 330)  # pixels; the first row is the title's
 MOST_NAMES = 20  # of processes beside a row: of more, every second, third...
 FEW_NAMES = 6  # among more there is room for "w2" only
 MOST_LINKS = 10
@@ -47,7 +48,9 @@ def plot_overview(of: Trace | Run, *, num_workers: int | None = None) -> Figure:
     """
     rows = trace_of(of).rows
     num_workers = of.num_workers if num_workers is None and isinstance(of, Run) else num_workers
-    view = Overview(max(int(rows["version"][rows["kind"] == KIND_CODES["apply"]].max(initial=1)), 1), num_workers or 1)
+    metrics = of.task.metrics if isinstance(of, Run) and of.task is not None else ()
+    newest = int(rows["version"][rows["kind"] == KIND_CODES["apply"]].max(initial=1))
+    view = Overview(max(newest, 1), num_workers or 1, metric=next(iter(metrics), ""))
     view.add(rows)
     view.still()
     return view.figure
@@ -56,23 +59,26 @@ def plot_overview(of: Trace | Run, *, num_workers: int | None = None) -> Figure:
 class Overview:
     """The picture of a run of which more and more is known: `add` what has happened, and take its `png`.
 
-    What moves is drawn over a background that is kept; all is drawn anew only when limits or names change, and limits
-    grow in jumps, so that this is seldom. Not for several threads at once.
+    What moves is drawn over a background that is kept; a pane of it is drawn anew only when its limits or names change,
+    and limits grow in jumps, so that this is seldom. Not for several threads at once.
 
     Args:
         num_updates: the version at which the run will be over.
         num_workers: for the theory's line beside the staleness.
         title: above the picture.
+        metric: the name of the task's first metric.
     """
 
-    def __init__(self, num_updates: int, num_workers: int = 1, title: str = "") -> None:
+    def __init__(self, num_updates: int, num_workers: int = 1, title: str = "", metric: str = "") -> None:
         self.tally, self.num_workers = Tally(num_updates), num_workers
+        self._metric = f"{metric or 'first metric'} (right)"
         self.figure = Figure(figsize=SIZE, dpi=DPI)
         self.canvas = FigureCanvasAgg(self.figure)
         self._moving: list[Artist] = []
         self._names: list[str] = []
         self._limits: dict[Axes, tuple[float, ...]] = {}
         self._background: Any = None
+        self._stale: set[FigureBase] = {self.figure}  # of the background
         self._at: list[tuple[float, float]] = []
         self._shown: list[tuple[str, str]] = []
         self._span_s = 0.0
@@ -88,12 +94,15 @@ class Overview:
         from PIL import Image
 
         self._refresh()
-        if self._background is None:
+        if self._background is not None:
+            self.canvas.restore_region(self._background)
+        if self._stale:
             for artist in self._moving:
                 artist.set_animated(True)
-            self.canvas.draw()
+            for pane in self._stale:
+                pane.draw(self.canvas.get_renderer())
+            self._stale = set()
             self._background = self.canvas.copy_from_bbox(self.figure.bbox)
-        self.canvas.restore_region(self._background)
         for artist in self._moving:
             if artist.axes is not None:
                 artist.axes.draw_artist(artist)
@@ -115,70 +124,58 @@ class Overview:
                 bars.set_hatch(ACTIVITIES[kind][1])
                 bars.set_edgecolor("white" if ACTIVITIES[kind][1] else ACTIVITIES[kind][0])
         self._carried.set(hatch="///", edgecolor="white")
+        self._stale = {self.figure}
         png = self.png()
         for artist in self._moving:
             artist.set_animated(False)
-        self._background = None
+        self._stale = {self.figure}
         return png
 
     def _set_up(self, title: str) -> None:
-        grid = self.figure.add_gridspec(
-            3,
-            3,
-            height_ratios=(2.3, 2.6, 1.5),
-            left=0.065,
-            right=0.985,
-            top=0.935,
-            bottom=0.07,
-            hspace=0.42,
-            wspace=0.3,
-        )
+        grid = self.figure.add_gridspec(4, 3, height_ratios=ROWS, width_ratios=COLUMNS)
         self.figure.suptitle(title, x=0.01, y=0.99, ha="left", fontsize="medium")
-        by_version, ages = self.figure.add_subplot(grid[0, 0]), self.figure.add_subplot(grid[0, 2])
-        by_time = self.figure.add_subplot(grid[0, 1], sharey=by_version)
-        self._timeline, self._cluster = self.figure.add_subplot(grid[1, :2]), self.figure.add_subplot(grid[1, 2])
-        self._words, self._traffic = self.figure.add_subplot(grid[2, :2]), self.figure.add_subplot(grid[2, 2])
+        by_version, ages = self._pane(grid[1, 0], right=26), self._pane(grid[1, 2])
+        by_time = self._pane(grid[1, 1], left=30, right=44)
+        self._timeline, self._cluster = self._pane(grid[2, :2], right=44, top=20), self._pane(grid[2, 2], 10, 10, 20, 4)
+        self._words, self._traffic = self._pane(grid[3, :2], top=4, bottom=4), self._pane(grid[3, 2], left=90)
         self._curves = (by_version, by_time)
         self._losses = [self._line(axes, color=BLUE, linewidth=1.4) for axes in self._curves]
         self._judged = [
             self._line(axes, color=ORANGE, marker="o", markersize=4, linestyle="--") for axes in self._curves
         ]
-        by_version.set(xlabel="updates applied (version)", ylabel="loss", yscale="log")
-        by_version.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        by_version.yaxis.set_major_formatter("{x:g}")
-        by_version.yaxis.set_minor_locator(NullLocator())
+        for axes in self._curves:  # that share no axis: or each new limit would draw all of the other at once
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(NullLocator())
+        by_version.set(xlabel="updates applied (version)", ylabel="loss")
         by_time.set(xlabel="time (s)")
         self._by_accuracy = by_time.twinx()
         self._accuracy = self._line(self._by_accuracy, color=GREEN, marker="s", markersize=3, linestyle="-.")
         self._by_accuracy.set(ylim=(0, 1.02))
-        self._by_accuracy.yaxis.set_visible(False)
-        if (each := -(-self.tally.num_updates // BINS)) > 1:
-            remark(by_time, f"a point for each {each:,} updates")
-        by_version.legend(
-            handles=[self._losses[0], self._judged[0], self._accuracy],
-            labels=["training", "validation", "first metric (right)"], frameon=False, fontsize=8, loc="lower left",
-            ncols=3, bbox_to_anchor=(-0.02, 0.98), borderaxespad=0.0, columnspacing=1.0,
-        )  # fmt: skip
+        self._by_accuracy.set_axis_off()
+        self._keys: list[str] = []
+        self._point_told = self._text(by_time, 1.0, 1.01, "", ha="right", va="bottom", fontsize=7, color=GREY)
         self._ages = ages
         self._bars = self._boxes(ages, BLUE)
         self._theory = self._line(ages, color=ORANGE, marker="o", markersize=3, linewidth=1)
         self._mean = self._line(ages, color=RED, linestyle="--", linewidth=1.2)
         self._mean_told = self._text(ages, 0.98, 0.96, "", ha="right", va="top", fontsize=8)
         ages.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients", ylim=(0, 1.05))
-        ages.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ages.set_xlim(-0.9, 8.9)
+        for axes in (by_version, ages):
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        by_version.xaxis.set_major_formatter("{x:,.0f}")
         kinds = sorted(ACTIVITIES, key=lambda kind: kind != "wait")
         self._activities = {kind: self._boxes(self._timeline, ACTIVITIES[kind][0]) for kind in kinds}
         self._crosses = self._line(self._timeline, color=RED, marker="x", linestyle="", markersize=7, markeredgewidth=2)
-        self._timeline.set(xlabel="seconds before the newest event")
-        self._timeline_told = self._text(self._timeline, 1.0, 1.01, "", ha="right", va="bottom", fontsize=7, color=GREY)
-        self._timeline.set_zorder(1)
+        self._timeline.set(xlabel="seconds before the newest event", xlim=(-1, 0), yticks=[])
+        self._timeline_told = self._text(self._timeline, 1.0, 1.01, "", ha="right", va="bottom", fontsize=8, color=GREY)
         self._arrows = LineCollection([], colors="black", animated=True)
         self._heads = self._boxes(self._cluster, "black")
         self._cluster.add_collection(self._arrows)
         self._moving.append(self._arrows)
         self._nodes = self._cluster.scatter([], [], s=420, edgecolors="black", linewidths=0.8, zorder=3)
-        self._dead = self._line(self._cluster, color=RED, marker="x", linestyle="", markersize=20, markeredgewidth=3)
         self._moving.append(self._nodes)
+        self._dead = self._line(self._cluster, color=RED, marker="x", linestyle="", markersize=20, markeredgewidth=3)
         self._shares: list[Text] = []
         self._cluster.set(xlim=(-1.35, 1.35), ylim=(-1.45, 1.35), aspect="equal")
         self._cluster.set_axis_off()
@@ -186,11 +183,18 @@ class Overview:
         self._said = self._text(self._words, 0.0, 0.95, "", va="top", fontsize=8.5, linespacing=1.5)
         self._words.set_axis_off()
         self._carried = self._boxes(self._traffic, ORANGE)
-        self._traffic.set(xlabel="MB sent by link")
+        self._traffic.set(xlabel="MB sent by link", xlim=(0, 1), yticks=[])
         self._links: list[str] = []
         for axes in (by_version, by_time, ages, self._timeline, self._traffic):
             axes.spines[["top", "right"]].set_visible(False)
         self._by_accuracy.spines[["top", "right"]].set_visible(False)
+
+    def _pane(self, where: Any, left: int = 62, right: int = 14, top: int = 10, bottom: int = 42) -> Axes:
+        """Axes in a part of the picture that is drawn by itself; margins in pixels."""
+        pane = self.figure.add_subfigure(where, facecolor="white")
+        width, height = pane.bbox.size
+        place = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+        return pane.add_axes(place)
 
     def _line(self, axes: Axes, **how: Any) -> Line2D:
         (line,) = axes.plot([], [], **how)
@@ -221,18 +225,19 @@ class Overview:
         self._said.set_text("\n".join([*said, *(f"▸ {note}" for note in reversed(tally.notes))]))
 
     def _limit(self, axes: Axes, *limits: float) -> None:
-        """Set what is in view, (x0, x1) or (x0, x1, y0, y1); all is drawn anew if that is news."""
+        """Set what is in view, (x0, x1) or (x0, x1, y0, y1); the pane is drawn anew if that is news."""
         if self._limits.get(axes) != limits:
             self._limits[axes] = limits
             axes.set_xlim(*limits[:2])
             if limits[2:]:
                 axes.set_ylim(*limits[2:])
-            self._background = None
+            self._stale.add(axes.figure)
 
     def _put_names(self, who: Sequence[str]) -> None:
         if who == self._names:
             return
-        self._names, self._background = list(who), None
+        self._names = list(who)
+        self._stale |= {self._timeline.figure, self._cluster.figure}
         every = -(-len(who) // MOST_NAMES)
         self._timeline.set_yticks(range(0, len(who), every), who[::every], fontsize="small")
         self._at = positions(who)
@@ -244,11 +249,23 @@ class Overview:
         for label, (x, y), is_hub in zip(who, self._at, hubs, strict=True):
             if len(who) <= MOST_NAMES:
                 at = beside(x, y, is_hub, not any(hubs))
-                told = self._cluster.text(*at, label, ha="center", va="center", fontsize=7, zorder=4)
+                told = self._cluster.text(*at, label, ha="center", va="center", fontsize=8, zorder=4)
                 self._shares.append(told)
                 self._moving.append(told)
         self._nodes.set_offsets(self._at)
         self._nodes.set_sizes([min(420.0, 2400.0 / max(len(who), 1))])
+
+    def _put_keys(self, seen: Mapping[str, bool]) -> None:
+        """The legend of the curves: only what is there."""
+        if (keys := [key for key, is_there in seen.items() if is_there]) == self._keys:
+            return
+        self._keys = keys
+        lines = dict(zip(seen, (self._losses[0], self._judged[0], self._accuracy), strict=True))
+        handles = [lines[key] for key in keys]
+        self._curves[0].legend(handles=handles, labels=keys, frameon=False, fontsize=8, loc="upper right")
+        if self._metric in keys:
+            self._by_accuracy.set_axis_on()
+        self._stale |= {axes.figure for axes in self._curves}
 
     def _draw_curves(self) -> None:
         tally = self.tally
@@ -262,16 +279,21 @@ class Overview:
         self._accuracy.set_data([s[0] for s in scores], [s[1] for s in scores])
         shown = bool(scores) and all(0 <= score <= 1 for _, score in scores)
         self._accuracy.set_visible(shown)
-        if shown != self._by_accuracy.yaxis.get_visible():
-            self._by_accuracy.yaxis.set_visible(shown)
-            self._by_accuracy.spines["right"].set_visible(shown)
-            self._background = None
+        self._put_keys({"training": True, "validation": bool(judged), self._metric: shown})
+        self._point_told.set_text(f"a point for each {tally.per_point:,} updates" if tally.per_point > 1 else "")
         values = np.array([*losses, *(j[2] for j in judged)])
         values = values[np.isfinite(values) & (values > 0)]
         low, high = (values.min(), values.max()) if len(values) else (0.1, 1.0)
-        bottom, top = 2 ** (math.floor(2 * math.log2(low) - 0.2) / 2), 2 ** (math.ceil(2 * math.log2(high) + 0.2) / 2)
-        self._limit(self._curves[0], 0, max(tally.num_updates, 1) * 1.02, bottom, top)
-        self._limit(self._curves[1], 0, rounded(max(tally.now_s, 1e-9)) if tally.now_s else 1.0)
+        bottom, top = 4 ** math.floor(math.log(low, 4) - 0.1), 2 ** math.ceil(math.log2(high) + 0.2)
+        ends = (
+            min(rounded(max(tally.version, 1)), 1.02 * max(tally.num_updates, 1)),
+            rounded(tally.now_s) if tally.now_s > 0 else 1.0,
+        )
+        for axes, end in zip(self._curves, ends, strict=True):
+            if axes.get_ylim() != (bottom, top):
+                ticks = log_ticks(bottom, top)
+                axes.set_yticks(ticks, [f"{tick:g}" if axes is self._curves[0] else "" for tick in ticks])
+            self._limit(axes, 0, end, bottom, top)
 
     def _draw_ages(self) -> None:
         counts = self.tally.ages
@@ -329,7 +351,7 @@ class Overview:
                 handles=handles, ncols=len(handles), frameon=False, fontsize=8, loc="lower left",
                 bbox_to_anchor=(-0.01, 0.98), borderaxespad=0.0, columnspacing=1.0,
             )  # fmt: skip
-            self._background = None
+            self._stale.add(self._timeline.figure)
         self._timeline_told.set_text(f"newest event at {now_s:.2f} s")
         self._limit(self._timeline, -span_s, 0, max(len(self._names), 3) - 0.4, -0.6)
 
@@ -376,11 +398,11 @@ class Overview:
             self._shown = sorted(pair for pair, _ in links[:MOST_LINKS])
             self._links = [label[pair] for pair in self._shown]
             left_out = len(links) - len(self._links)
-            self._traffic.set_yticks(range(len(self._links)), self._links, fontsize=7)
+            self._traffic.set_yticks(range(len(self._links)), self._links, fontsize=8)
             self._traffic.set_xlabel(
                 "MB sent by link" + (f" (the first {MOST_LINKS} of {len(links)})" if left_out else "")
             )
-            self._background = None
+            self._stale.add(self._traffic.figure)
         carried = np.array([self.tally.links[pair] / 1e6 for pair in self._shown])
         y = np.arange(len(carried))
         self._carried.set_verts(boxes(np.zeros(len(carried)), carried, y - 0.38, y + 0.38))
@@ -437,6 +459,14 @@ def rounded(value: float) -> float:
     """The next number of 1, 1.5, 2, 3, 5, 7 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 1.5, 2, 3, 5, 7, 10) if step * power >= value * (1 - 1e-9))
+
+
+def log_ticks(bottom: float, top: float) -> list[float]:
+    """Few round numbers in between: 1, 2, 5, 10 ... or, over many powers of ten, some of those alone."""
+    low, high = math.floor(math.log10(bottom)), math.ceil(math.log10(top))
+    steps = (1, 2, 5) if high - low <= 3 else (1,)
+    ticks = [step * 10.0**power for power in range(low, high + 1, max((high - low) // 6, 1)) for step in steps]
+    return [tick for tick in ticks if bottom <= tick <= top]
 
 
 def short(who: str) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 
 from distlab.trace import EVENT, KIND_CODES, KINDS, ROLE_CODES, event, links, name, process_keys, process_name
 
-BINS = 240  # points of a curve: versions are put together beyond
+BINS = 240  # points of a curve: more versions are put together, two and two
 RECENT_ROWS = 360  # so many rows of the newest past are shown as a timeline
 SAID = ("death", "revive", "join", "leave", "chief", "restore", "drop", "rate")
 WORDS = {
@@ -47,7 +47,7 @@ class Tally:
     recent: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._sums = np.zeros((4, min(BINS, max(self.num_updates, 1)) + 1))  # rows, loss, version, time
+        self._sums, self.per_point = np.zeros((4, BINS)), 1  # rows, loss, version, time, of so many versions each
         self._by_server, self._rate = False, 1.0
 
     def add(self, rows: np.ndarray) -> None:
@@ -110,8 +110,10 @@ class Tally:
             np.add.at(line, bins, np.asarray(values, float))
 
     def _bins(self, versions: np.ndarray) -> np.ndarray:
-        last = self._sums.shape[1] - 1
-        return np.clip(versions * last // max(self.num_updates, 1), 0, last)
+        while versions.max(initial=0) >= self.per_point * BINS:
+            self._sums = np.pad(self._sums.reshape(4, -1, 2).sum(2), ((0, 0), (0, BINS // 2)))
+            self.per_point *= 2
+        return np.maximum(versions, 0) // self.per_point
 
     def _add_bytes(self, rows: np.ndarray) -> None:
         pairs, which = links(rows)
