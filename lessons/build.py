@@ -12,6 +12,7 @@ import asyncio
 import base64
 import hashlib
 import io
+import os
 import re
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def execute(source: Path, parameters: str = "") -> nbformat.NotebookNode:
     client = Client(notebook, timeout=600, kernel_name="python3", coalesce_streams=True)
     client.resources = {"metadata": {"path": str(LESSONS)}}
     client.record_timing = False  # widget state is kept until here, or nothing could be shown in a slider's output
-    client.execute()
+    client.execute(env=os.environ | {"DISTLAB_HEADLESS": "1"})  # an Explorer is then a plain picture
     for widget in client.widget_state.values():
         for output in widget.get("outputs", ()):  # interact shows an exception there and goes on
             if output["output_type"] == "error":

@@ -1,5 +1,6 @@
 """Explorer without a browser: controls are moved from Python, pictures are looked at as pixels."""
 
+import base64
 import io
 import threading
 
@@ -162,13 +163,14 @@ def test_notebook_gets_the_widgets_and_beside_them_the_picture(monkeypatch):
     e = explorer()
     bundle = e._repr_mimebundle_()
     assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == e.box.model_id
-    assert bundle["image/png"] == e.image.value
+    assert base64.b64decode(bundle["image/png"]) == e.image.value
 
 
 def test_headless_notebook_gets_the_picture_alone(monkeypatch):
     monkeypatch.setenv("DISTLAB_HEADLESS", "1")
     e = explorer()
-    assert e._repr_mimebundle_() == {"image/png": e.image.value, "text/plain": "Explorer(draw, workers=4)"}
+    picture = base64.b64encode(e.image.value).decode()
+    assert e._repr_mimebundle_() == {"image/png": picture, "text/plain": "Explorer(draw, workers=4)"}
 
 
 def test_headless_notebook_fails_where_the_first_picture_does(monkeypatch):

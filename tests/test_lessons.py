@@ -77,7 +77,8 @@ def test_notebook_fails_where_it_should_and_nowhere_else(name):
 
 @each_lesson
 def test_cells_that_draw_left_a_picture(name):
-    drawing = [cell for cell in code(name) if re.match(r"plots\.|pictures\.|trial\(", cell.source.split("\n")[-1])]
+    draws = re.compile(r"plots\.|pictures\.|trial\(|dl\.Explorer\(")
+    drawing = [cell for cell in code(name) if draws.match(cell.source.split("\n")[-1])]
     assert len(drawing) >= 3
     assert not [c.source for c in drawing if not any("image/png" in o.get("data", {}) for o in c.outputs)]
 
@@ -120,6 +121,22 @@ def test_lesson_runs_with_small_parameters(name):
 def test_build_notices_an_exception_behind_a_slider(tmp_path):
     source = tmp_path / "01_broken.py"
     source.write_text("# %%\nfrom ipywidgets import interact\nsliders = interact(lambda x: 1 / x, x=0)\n")
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        build.execute(source)
+
+
+def test_build_shows_an_explorer_as_its_first_picture(tmp_path):
+    source = tmp_path / "01_explorer.py"
+    draw = "def draw(workers=3):\n    return plots.blank(workers, 1)[0]\n\ndl.Explorer(draw, workers=(1, 8))\n"
+    source.write_text(f"# %%\nimport distlab as dl\nfrom distlab import plots\n\n{draw}")
+    (output,) = build.execute(source).cells[0].outputs
+    assert set(output.data) == {"image/png", "text/plain"}
+    assert output.data["text/plain"] == "Explorer(draw, workers=3)"
+
+
+def test_build_notices_an_exception_in_an_explorer(tmp_path):
+    source = tmp_path / "01_broken.py"
+    source.write_text("# %%\nimport distlab as dl\n\ndl.Explorer(lambda x: 1 / x, x=(0, 1))\n")
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
         build.execute(source)
 

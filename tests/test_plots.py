@@ -164,6 +164,34 @@ def test_a_long_stretch_is_put_together_and_says_so():
     assert "the first 400 of" in plots.plot_versions(hogs_twice()).axes[0].get_title(loc="left")
 
 
+def test_boxes_too_narrow_for_a_hatch_have_none():
+    run = dl.train(countdown(), dl.SyncPS(), dl.SimulatedCluster(2, compute=0.1, apply_time=0.1), num_updates=60)
+
+    def apply_of(figure):
+        return next(b for b in figure.axes[0].collections if to_rgba(plots.GREEN) in map(tuple, b.get_facecolor()))
+
+    assert apply_of(plots.plot_timeline(run)).get_hatch() == plots.ACTIVITIES["apply"][1]
+    assert not apply_of(plots.plot_timeline(run, to_s=run.seconds)).get_hatch()
+
+
+def who_waits(num_workers: int):
+    """The part of an overview that shows the cluster."""
+    cluster = dl.SimulatedCluster(num_workers, compute=0.1)
+    run = dl.train(countdown(), dl.AsyncPS(), cluster, num_updates=20, progress=False)
+    return next(axes for axes in plots.plot_overview(run).axes if "waits for" in axes.get_title(loc="left"))
+
+
+def test_overview_shows_a_server_that_does_nothing_as_waiting():
+    nodes = next(dots for dots in who_waits(2).collections if len(dots.get_offsets()) == 3)
+    colours = [tuple(colour) for colour in nodes.get_facecolor()]
+    assert colours == [to_rgba(plots.ACTIVITIES[kind][0]) for kind in ("wait", "compute", "compute")]
+
+
+def test_overview_has_short_names_for_a_crowd():
+    assert [text.get_text() for text in who_waits(2).texts] == ["server 0", "worker 0", "worker 1"]
+    assert [text.get_text() for text in who_waits(6).texts] == ["s0", *(f"w{i}" for i in range(6))]
+
+
 PICTURES = {
     "loss": plots.plot_loss,
     "speedup": lambda run: plots.plot_speedup({"runs": [run]}),

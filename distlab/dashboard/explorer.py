@@ -5,6 +5,7 @@ draws, and reads the controls when it begins. So the picture of where a slider s
 passed in the meantime is left out, and the kernel stays free to hear of the next move.
 """
 
+import base64
 import html
 import inspect
 import io
@@ -127,7 +128,8 @@ class Explorer:
         self.problem.value = "" if self._error is None else told(self._error)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        shown = {"text/plain": repr(self), "image/png": self.image.value}
+        picture = base64.b64encode(self.image.value).decode()  # bytes would become a list of numbers
+        shown = {"text/plain": repr(self), "image/png": picture}
         return shown if headless() else {**self.box._repr_mimebundle_(), **shown}
 
     def __repr__(self) -> str:

@@ -60,13 +60,15 @@ def plot_staleness(of: Trace | Run, *, num_workers: int | None = None) -> Figure
     if wide > 1:
         remark(axes, f"a bar for each {wide} ages")
     axes.axvline(ages.mean(), color=RED, linestyle="--", linewidth=1.2, label=f"mean {ages.mean():.2f}")
+    last = max(int(ages.max()), 4)
     if num_workers is not None and num_workers > 1:
-        firsts = np.arange(0, max(int(ages.max()), 2 * num_workers) + 1, wide)
+        last = max(last, 2 * num_workers)
+        firsts = np.arange(0, last + 1, wide)
         shares = [staleness_probability(age, num_workers) for age in range(int(firsts[-1]) + wide)]
         expected = np.add.reduceat(shares, firsts)
         told = f"{num_workers} workers, exponential times"
         axes.plot(firsts + (wide - 1) / 2, expected, "o-", color=ORANGE, markersize=3, linewidth=1, label=told)
-    axes.set_xlim(-0.9, max(float(ages.max()), 4.0) + 0.9)
+    axes.set_xlim(-0.9, last + 0.9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize="small")
     return shown(figure)

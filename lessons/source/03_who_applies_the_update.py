@@ -84,6 +84,27 @@ Markdown(
 )
 
 # %% [markdown]
+# Four processes on a busy machine are never quite equal, and real workers less so. **Predict.** Their compute
+# times now vary at random. Does the mean staleness grow, or shrink, or stay? And is there still a gradient
+# that is not stale at all?
+#
+# A virtual clock answers at once: the same strategy, but nobody computes anything. Move the slider, then
+# choose other times.
+
+# %%
+def ages(workers=4, times="exponential"):
+    laws = {"equal": 1.0, "exponential": dl.laws.Exponential(mean_s=1.0)}
+    virtual = dl.SimulatedCluster(workers, compute=laws[times], gradients="none")
+    return plots.plot_staleness(dl.train(task, dl.AsyncPS(), virtual, num_updates=1000, progress=False))
+
+dl.Explorer(ages, workers=(1, 16), times=["equal", "exponential"])
+
+# %% [markdown]
+# The mean stays at N − 1, whatever the times: until a worker is done, the others hand in one gradient each, *on
+# average*. Chance moves only the spread. With exponential times (orange) fresh is even the most frequent
+# age, for a lucky worker is done before anybody else; an unlucky one pays for it.
+
+# %% [markdown]
 # Is anything broadcast? Count every message. (`unused` gradients arrived after the last update.)
 
 # %%
