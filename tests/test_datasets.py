@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from distlab import datasets
+from distlab import datasets, tasks
 
 FOLDER = Path(__file__).parents[1] / "datasets"
 PER_CLASS = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
@@ -109,3 +109,9 @@ def test_build_script_reproduces_the_numbers(tmp_path):
 def test_build_script_reproduces_the_checksum(tmp_path):
     content = build_script("build_digits").build(tmp_path).read_bytes()
     assert content == (FOLDER / "digits.npz").read_bytes()
+
+
+def test_no_pixel_of_the_digits_outweighs_all_others():
+    task = tasks.digits()
+    largest = [inputs.abs().max().item() for inputs, _ in (task.train, task.validation)]
+    assert max(largest) < 2 * min(largest), "one that is black in all that is trained on would be a thousand"
