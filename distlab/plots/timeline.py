@@ -201,7 +201,8 @@ def _drops(axes: Axes, rows: np.ndarray, who: Sequence[str], apart_s: float) -> 
     keys = mine["worker"].astype(np.int64) << 40 | np.floor(mine["end_s"] / apart_s).astype(np.int64)
     few = mine[np.sort(np.unique(keys, return_index=True)[1])] if len(mine) > MOST_CROSSES else mine
     places = [who.index(f"worker {worker}") for worker in few["worker"]]
-    axes.plot(few["end_s"], places, "x", color=RED, markersize=7, markeredgewidth=2)
+    size = 7 if len(few) == len(mine) else 4
+    axes.plot(few["end_s"], places, "x", color=RED, markersize=size, markeredgewidth=2 * size / 7)
     return bool(len(mine))
 
 
