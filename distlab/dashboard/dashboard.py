@@ -81,7 +81,8 @@ class Dashboard:
         return self._image.value
 
     def _build(self) -> None:
-        self._image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        width, _ = self.view.canvas.get_width_height()
+        self._image = widgets.Image(format="png", layout=widgets.Layout(max_width=f"min(100%, {width}px)"))
         self._status = widgets.HTML("starting")
         self._worker = widgets.Dropdown(options=self._workers(), layout=widgets.Layout(width="110px"))
         self._factor = widgets.Dropdown(

@@ -136,8 +136,8 @@ class Overview:
         self.figure.suptitle(title, x=0.01, y=0.99, ha="left", fontsize="medium")
         by_version, ages = self._pane(grid[1, 0], right=26), self._pane(grid[1, 2])
         by_time = self._pane(grid[1, 1], left=30, right=44)
-        self._timeline, self._cluster = self._pane(grid[2, :2], right=44, top=20), self._pane(grid[2, 2], 10, 10, 20, 4)
-        self._words, self._traffic = self._pane(grid[3, :2], top=4, bottom=4), self._pane(grid[3, 2], left=90)
+        self._timeline, self._cluster = self._pane(grid[2, :2], right=44), self._pane(grid[2, 2], 10, 10, 20, 4)
+        self._words, self._traffic = self._pane(grid[3, :2], top=4, bottom=4), self._pane(grid[3, 2], left=90, top=8)
         self._curves = (by_version, by_time)
         self._losses = [self._line(axes, color=BLUE, linewidth=1.4) for axes in self._curves]
         self._judged = [
@@ -189,7 +189,7 @@ class Overview:
             axes.spines[["top", "right"]].set_visible(False)
         self._by_accuracy.spines[["top", "right"]].set_visible(False)
 
-    def _pane(self, where: Any, left: int = 62, right: int = 14, top: int = 10, bottom: int = 42) -> Axes:
+    def _pane(self, where: Any, left: int = 62, right: int = 14, top: int = 20, bottom: int = 42) -> Axes:
         """Axes in a part of the picture that is drawn by itself; margins in pixels."""
         pane = self.figure.add_subfigure(where, facecolor="white")
         width, height = pane.bbox.size
@@ -262,7 +262,10 @@ class Overview:
         self._keys = keys
         lines = dict(zip(seen, (self._losses[0], self._judged[0], self._accuracy), strict=True))
         handles = [lines[key] for key in keys]
-        self._curves[0].legend(handles=handles, labels=keys, frameon=False, fontsize=8, loc="upper right")
+        self._curves[0].legend(
+            handles=handles, labels=keys, ncols=3, frameon=False, fontsize=8, loc="lower left", handlelength=1.5,
+            bbox_to_anchor=(-0.13, 0.98), borderaxespad=0.0, columnspacing=0.8, handletextpad=0.5,
+        )  # fmt: skip
         if self._metric in keys:
             self._by_accuracy.set_axis_on()
         self._stale |= {axes.figure for axes in self._curves}
