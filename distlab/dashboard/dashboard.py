@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from distlab.live import LiveRun
 
 SHARE = 0.08  # of one core, at most, for drawing
-FRAME_S = (0.25, 0.7)  # from one picture to the next, if drawing is quick and if it is slow
+FRAME_S = (0.25, 0.9)  # from one picture to the next, if drawing is quick and if it is slow
 REST_S = 0.05  # at least, however busy the machine
 SOON_S = 0.1  # from a button to the next picture
 LOG_CHARACTERS = 4000
