@@ -4,8 +4,8 @@ python benchmarks/dashboard.py
 
 The drawing thread's own CPU seconds are counted, so other load on the machine changes them little; the first picture,
 which fonts and layout make dear, is counted alone. A press is that of "Kill": seconds until the death is in the trace.
-Updates per second, by the wall clock, are those of pairs of runs, one watched, one not, in turns: the median, and of the
-ratio its range. A simulated run goes as fast as it can, so whatever is drawn it pays for.
+Updates per second, by the wall clock, are those of pairs of runs, one watched, one not, in turns: the median, and of
+the ratio its range. A simulated run goes as fast as it can, so whatever is drawn it pays for.
 """
 
 import statistics

@@ -162,7 +162,7 @@ class Overview:
         self._activities = {kind: self._boxes(self._timeline, ACTIVITIES[kind][0]) for kind in kinds}
         self._crosses = self._line(self._timeline, color=RED, marker="x", linestyle="", markersize=7, markeredgewidth=2)
         self._timeline.set(xlabel="seconds before the newest event", xlim=(-1, 0), yticks=[])
-        self._timeline_told = self._text(self._timeline, 1.0, 1.01, "", ha="right", va="bottom", fontsize=8, color=GREY)
+        self._timeline_told = self._text(self._timeline, 1.0, -0.13, "", ha="right", va="top", fontsize=8, color=GREY)
         self._arrows = LineCollection([], colors="black", animated=True)
         self._heads = self._boxes(self._cluster, "black")
         self._cluster.add_collection(self._arrows)
@@ -354,7 +354,7 @@ class Overview:
                 bbox_to_anchor=(-0.01, 0.98), borderaxespad=0.0, columnspacing=1.0,
             )  # fmt: skip
             self._stale.add(self._timeline.figure)
-        self._timeline_told.set_text(f"newest event at {now_s:.2f} s")
+        self._timeline_told.set_text(f"which was at {now_s:.2f} s")
         self._limit(self._timeline, -span_s, 0, max(len(self._names), 3) - 0.4, -0.6)
 
     def _draw_cluster(self, rows: np.ndarray, span_s: float) -> None:
