@@ -243,7 +243,7 @@ class Overview:
             if len(who) <= MOST_NAMES:
                 told = self._cluster.text(
                     x,
-                    y + (0.3 if label.startswith(("server", "client")) else -0.3),
+                    y + (0.3 if y > 0 else -0.3),
                     label,
                     ha="center",
                     va="center",
@@ -319,7 +319,13 @@ class Overview:
             top, last = max(top, *expected), max(last, int(xs[-1]))
             told += f"\no: {self.num_workers} workers, exponential times"
         self._mean_told.set_text(told)
-        self._limit(self._ages, -0.9, (-(-last // 4) * 4) + 0.9, 0, min(math.ceil(top * 10 + 1.5) / 10, 1.25))
+        self._limit(
+            self._ages,
+            -0.9,
+            (-(-last // 4) * 4) + 0.9,
+            0,
+            min(math.ceil(top * 10 + 1.5) / 10, 1.25 if len(ages) > 1 else 1.05),
+        )
 
     def _draw_timeline(self, rows: np.ndarray, span_s: float) -> None:
         if not 0.4 * self._span_s < span_s <= self._span_s:
