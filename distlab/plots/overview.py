@@ -241,15 +241,8 @@ class Overview:
         self._shares = []
         for label, (x, y) in zip(who, self._at, strict=True):
             if len(who) <= MOST_NAMES:
-                told = self._cluster.text(
-                    x,
-                    y + (0.3 if y > 0 else -0.3),
-                    label,
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    zorder=4,
-                )
+                above = 0.3 if y > 0 else -0.3
+                told = self._cluster.text(x, y + above, label, ha="center", va="center", fontsize=8, zorder=4)
                 self._shares.append(told)
                 self._moving.append(told)
         self._nodes.set_offsets(self._at)
@@ -319,13 +312,8 @@ class Overview:
             top, last = max(top, *expected), max(last, int(xs[-1]))
             told += f"\no: {self.num_workers} workers, exponential times"
         self._mean_told.set_text(told)
-        self._limit(
-            self._ages,
-            -0.9,
-            (-(-last // 4) * 4) + 0.9,
-            0,
-            min(math.ceil(top * 10 + 1.5) / 10, 1.25 if len(ages) > 1 else 1.05),
-        )
+        most = 1.25 if len(ages) > 1 else 1.05
+        self._limit(self._ages, -0.9, (-(-last // 4) * 4) + 0.9, 0, min(math.ceil(top * 10 + 1.5) / 10, most))
 
     def _draw_timeline(self, rows: np.ndarray, span_s: float) -> None:
         if not 0.4 * self._span_s < span_s <= self._span_s:
