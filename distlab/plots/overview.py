@@ -155,8 +155,8 @@ class Overview:
         self._mean_told = self._text(ages, 0.98, 0.96, "", ha="right", va="top", fontsize=8)
         ages.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients", ylim=(0, 1.05))
         ages.set_xlim(-0.9, 8.9)
-        for axes in (by_version, ages):
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        for axes, most in ((by_version, 4), (ages, 8)):
+            axes.xaxis.set_major_locator(MaxNLocator(most, integer=True))
         by_version.xaxis.set_major_formatter("{x:,.0f}")
         kinds = sorted(ACTIVITIES, key=lambda kind: kind != "wait")
         self._activities = {kind: self._boxes(self._timeline, ACTIVITIES[kind][0]) for kind in kinds}
@@ -178,6 +178,7 @@ class Overview:
         self._words.set_axis_off()
         self._carried = self._boxes(self._traffic, ORANGE)
         self._traffic.set(xlabel="MB sent by link", xlim=(0, 1), yticks=[])
+        self._nothing = self._text(self._traffic, 0.5, 0.5, "nothing so far", ha="center", fontsize=8, color=GREY)
         self._links: list[str] = []
         for axes in (by_version, by_time, ages, self._timeline, self._traffic):
             axes.spines[["top", "right"]].set_visible(False)
@@ -387,6 +388,7 @@ class Overview:
         links = self.tally.links.most_common()
         if not links:
             return
+        self._nothing.set_text("")
         label = {pair: f"{short(pair[0])} → {short(pair[1]) or 'other ranks'}" for pair, _ in links}
         if len(self._links) < min(len(links), MOST_LINKS) or len(self._links) == 0:
             self._shown = sorted(pair for pair, _ in links[:MOST_LINKS])
