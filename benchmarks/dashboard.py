@@ -95,8 +95,8 @@ def measure(world: str, seconds: float, rounds: int) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--seconds", default=8.0, help="Of each run.")
-@click.option("--rounds", default=5, help="Pairs of runs.")
+@click.option("--seconds", default=15.0, help="Of each run.")
+@click.option("--rounds", default=3, help="Pairs of runs.")
 def main(seconds: float, rounds: int) -> None:
     """A row per world."""
     print(plots.table([measure(world, seconds, rounds) for world in WORLDS]))

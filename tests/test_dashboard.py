@@ -98,13 +98,18 @@ def test_death_and_return_are_told_and_seen():
     assert tally.notes[-1] == "1.00 s: worker 1 is back: a new process has taken its place"
 
 
-def test_what_was_applied_after_the_checkpoint_is_forgotten():
+@pytest.mark.parametrize("pieces", [1, 10], ids=["in one piece", "one by one"])
+def test_what_was_applied_after_the_checkpoint_is_forgotten(pieces):
+    def apply(version: int, end_s: float) -> np.ndarray:
+        return row("apply", ("server", 0), version=version, read=version - 1, end_s=end_s, loss=1.0)
+
+    rows = [apply(version, version) for version in range(1, 9)]
+    rows += [row("restore", ("server", 0), version=5, start_s=9.0, end_s=9.0), apply(6, 10.0)]
     tally = Tally(10)
-    for version in range(1, 9):
-        tally.add(row("apply", ("server", 0), version=version, read=version - 1, end_s=version, loss=1.0))
-    tally.add(row("restore", ("server", 0), version=5, start_s=9.0, end_s=9.0))
-    assert tally.version == 5
-    assert tally.curve[0].tolist() == [1, 2, 3, 4, 5]
+    for piece in np.array_split(np.concatenate(rows), pieces):
+        tally.add(piece)
+    assert tally.version == 6
+    assert tally.curve[0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_curve_of_a_run_without_end_keeps_its_points_and_its_means():
