@@ -20,7 +20,7 @@ import browser
 
 NAMES = [n for n in dl.strategies.__all__ if n not in ("Strategy", "ParameterServerStrategy")]
 OPTIONS = {"LocalSGD": "every=4", "SyncPS": "num_servers=2"}
-MOST = {"real": 3000, "simulated": 300}  # updates: seconds of either
+MOST = {"real": 1500, "simulated": 300}  # updates: seconds of either
 WIDTHS, HEIGHT = (1280, 1920), 1000
 REAL, SIMULATED = "dl.LocalCluster({workers}, compute_time_s=0.01)", "dl.SimulatedCluster({workers})"
 SETUP = "%matplotlib inline\nimport distlab as dl\ntask = dl.tasks.digits()\nmost = {most}"

@@ -109,13 +109,43 @@ def test_another_learning_rate_is_told_once():
     ]
 
 
-def test_what_was_applied_after_the_checkpoint_is_forgotten():
+@pytest.mark.parametrize("pieces", [1, 10], ids=["in one piece", "one by one"])
+def test_what_was_applied_after_the_checkpoint_is_forgotten(pieces):
+    def apply(version: int, end_s: float) -> np.ndarray:
+        return row("apply", ("server", 0), version=version, read=version - 1, end_s=end_s, loss=1.0)
+
+    rows = [apply(version, version) for version in range(1, 9)]
+    rows += [row("restore", ("server", 0), version=5, start_s=9.0, end_s=9.0), apply(6, 10.0)]
     tally = Tally(10)
-    for version in range(1, 9):
-        tally.add(row("apply", ("server", 0), version=version, read=version - 1, end_s=version, loss=1.0))
-    tally.add(row("restore", ("server", 0), version=5, start_s=9.0, end_s=9.0))
-    assert tally.version == 5
-    assert tally.curve[0].tolist() == [1, 2, 3, 4, 5]
+    for piece in np.array_split(np.concatenate(rows), pieces):
+        tally.add(piece)
+    assert tally.version == 6
+    assert tally.curve[0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_curve_of_a_run_without_end_keeps_its_points_and_its_means():
+    tally = Tally(num_updates=10**9)
+    for first in range(1, 5001, 100):
+        rows = np.concatenate(
+            [row("apply", ("server", 0), version=v, loss=v, end_s=v) for v in range(first, first + 100)]
+        )
+        tally.add(rows)
+    versions, times, losses = tally.curve
+    assert 120 <= len(versions) <= 240
+    assert losses == pytest.approx(versions)
+    assert times == pytest.approx(versions)
+    assert (versions[0], versions[-1]) == (pytest.approx(16), pytest.approx(4992.5, abs=16))
+
+
+def test_picture_drawn_in_panes_is_the_one_drawn_at_once():
+    view = Overview(400, 3)
+    for piece in np.array_split(simulated(dl.AsyncPS(), num_updates=400).trace.rows, 9):
+        view.add(piece)
+        view._refresh()
+        assert view._background is None or view.figure not in view._stale
+        in_panes = view.png()
+    view._stale = {view.figure}
+    assert view.png() == in_panes
 
 
 def test_who_waits_for_whom():

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
+import numpy as np
 from IPython import get_ipython
 from IPython.display import HTML, Image, display
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from distlab.live import LiveRun
 
 SHARE = 0.08  # of one core, at most, for drawing
-FRAME_S = (0.25, 0.7)  # from one picture to the next, if drawing is quick and if it is slow
+FRAME_S = (0.25, 0.8)  # from one picture to the next, if drawing is quick and if it is slow
 REST_S = 0.05  # at least, however busy the machine
 SOON_S = 0.1  # from a button to the next picture
 LOG_CHARACTERS = 4000
@@ -165,8 +166,8 @@ class Dashboard:
         ending = self._live.launched.wait(0)
         parts, lines = self._live.heard(self._heard)
         self._heard += len(parts)
-        for part in parts:
-            self.view.add(part)
+        if parts:  # each process sends a few rows, many times a second
+            self.view.add(np.concatenate(parts))
         for line in lines[self._read :]:
             self._say(line)
         self._read = len(lines)

@@ -161,14 +161,14 @@ class Overview:
         self._mean_told = self._text(ages, 0.98, 0.96, "", ha="right", va="top", fontsize=8)
         ages.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients", ylim=(0, 1.05))
         ages.set_xlim(-0.9, 8.9)
-        for axes in (by_version, ages):
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        for axes, most in ((by_version, 4), (ages, 8)):
+            axes.xaxis.set_major_locator(MaxNLocator(most, integer=True))
         by_version.xaxis.set_major_formatter("{x:,.0f}")
         kinds = sorted(ACTIVITIES, key=lambda kind: kind != "wait")
         self._activities = {kind: self._boxes(self._timeline, ACTIVITIES[kind][0]) for kind in kinds}
         self._crosses = self._line(self._timeline, color=RED, marker="x", linestyle="", markersize=7, markeredgewidth=2)
         self._timeline.set(xlabel="seconds before the newest event", xlim=(-1, 0), yticks=[])
-        self._timeline_told = self._text(self._timeline, 1.0, 1.01, "", ha="right", va="bottom", fontsize=8, color=GREY)
+        self._timeline_told = self._text(self._timeline, 1.0, -0.13, "", ha="right", va="top", fontsize=8, color=GREY)
         self._arrows = LineCollection([], colors="black", animated=True)
         self._heads = self._boxes(self._cluster, "black")
         self._cluster.add_collection(self._arrows)
@@ -184,6 +184,7 @@ class Overview:
         self._words.set_axis_off()
         self._carried = self._boxes(self._traffic, ORANGE)
         self._traffic.set(xlabel="MB sent by link", xlim=(0, 1), yticks=[])
+        self._nothing = self._text(self._traffic, 0.5, 0.5, "nothing so far", ha="center", fontsize=8, color=GREY)
         self._links: list[str] = []
         for axes in (by_version, by_time, ages, self._timeline, self._traffic):
             axes.spines[["top", "right"]].set_visible(False)
@@ -320,7 +321,8 @@ class Overview:
             top, last = max(top, *expected), max(last, int(xs[-1]))
             told += f"\no: {self.num_workers} workers, exponential times"
         self._mean_told.set_text(told)
-        self._limit(self._ages, -0.9, (-(-last // 4) * 4) + 0.9, 0, min(math.ceil(top * 10 + 1.5) / 10, 1.25))
+        most = 1.25 if len(ages) > 1 else 1.05
+        self._limit(self._ages, -0.9, (-(-last // 4) * 4) + 0.9, 0, min(math.ceil(top * 10 + 1.5) / 10, most))
 
     def _draw_timeline(self, rows: np.ndarray, span_s: float) -> None:
         if not 0.4 * self._span_s < span_s <= self._span_s:
@@ -355,7 +357,7 @@ class Overview:
                 bbox_to_anchor=(-0.01, 0.98), borderaxespad=0.0, columnspacing=1.0,
             )  # fmt: skip
             self._stale.add(self._timeline.figure)
-        self._timeline_told.set_text(f"newest event at {now_s:.2f} s")
+        self._timeline_told.set_text(f"which was at {now_s:.2f} s")
         self._limit(self._timeline, -span_s, 0, max(len(self._names), 3) - 0.4, -0.6)
 
     def _draw_cluster(self, rows: np.ndarray, span_s: float) -> None:
@@ -396,6 +398,7 @@ class Overview:
         links = self.tally.links.most_common()
         if not links:
             return
+        self._nothing.set_text("")
         label = {pair: f"{short(pair[0])} → {short(pair[1]) or 'other ranks'}" for pair, _ in links}
         if len(self._links) < min(len(links), MOST_LINKS) or len(self._links) == 0:
             self._shown = sorted(pair for pair, _ in links[:MOST_LINKS])

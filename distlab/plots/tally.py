@@ -62,10 +62,11 @@ class Tally:
         self.num_rows += len(rows)
         self.now_s = max(self.now_s, float(rows["end_s"][-1]))
         self.seen |= set(np.unique(process_keys(rows)).tolist())
-        self._add_notes(rows)
-        self._add_applies(rows[rows["kind"] == KIND_CODES["apply"]])
         self._add_bytes(rows[rows["bytes"] > 0])
-        self._add_judged(rows)
+        for piece in np.split(rows, np.flatnonzero(rows["kind"] == KIND_CODES["restore"])):  # what came before is void
+            self._add_notes(piece)
+            self._add_applies(piece[piece["kind"] == KIND_CODES["apply"]])
+            self._add_judged(piece)
         self.recent.append(rows[-2 * RECENT_ROWS :])
         while sum(map(len, self.recent[1:])) > 2 * RECENT_ROWS:
             del self.recent[0]
