@@ -1,4 +1,4 @@
-"""What does a reader see of each strategy? Pictures of a JupyterLab with its dashboard, under way and stopped.
+"""What does a reader see of each strategy? Pictures of a JupyterLab with its dashboard, under way and finished.
 
 python benchmarks/screenshots.py [AsyncPS ...]
 
@@ -47,9 +47,11 @@ def see(lab: browser.Lab, name: str, kind: str) -> None:
     page.click("Pause")
     page.wait_for_text("paused, version")
     look(page, f"{name}_{kind}", "midway")
-    page.click("Stop")
+    if kind == "simulated":
+        page.choose("as fast as it can")
+    page.click("Play")
     page.wait_for_cell(2)
-    look(page, f"{name}_{kind}", "stopped")
+    look(page, f"{name}_{kind}", "finished")
     for index, error in page.errors():
         print(f"{name}, {kind}: cell {index}: {error}")
     page.close()
