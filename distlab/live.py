@@ -244,7 +244,8 @@ class LiveRun:
         """Let a worker stand still for a while; without a word of which, let nothing more happen for now.
 
         What is done to a paused run comes true when it goes on, but for `stop` and the end of all. Real processes are
-        stopped as soon as all have found each other; a run under torchrun cannot be paused."""
+        stopped as soon as all have found each other, and the times in their trace go on; a run under torchrun cannot be
+        paused."""
         if worker is None:
             self.launched.pause()
         elif for_s == math.inf:

@@ -197,6 +197,11 @@ def test_two_dashboards_agree_and_the_last_picture_stays(cluster):
     assert [board.log for board in boards] == ["", ""]
 
 
+def test_replicas_of_a_client_are_called_so():
+    board = Dashboard(dl.start(TASK, dl.InGraph(), dl.SimulatedCluster(2), num_updates=3))
+    assert board._worker.options == (("replica 0", 0), ("replica 1", 1))
+
+
 def test_finished_run_shows_its_last_picture():
     live = dl.start(TASK, dl.SyncPS(), dl.SimulatedCluster(2), num_updates=10)
     live.wait()

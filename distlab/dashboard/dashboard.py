@@ -147,7 +147,8 @@ class Dashboard:
 
     def _workers(self) -> list[tuple[str, int]]:
         said = {int(who.split()[1]) for who in self.view.tally.who if who.startswith(("worker", "replica"))}
-        return [(f"worker {n}", n) for n in sorted(said | set(range(self._live.num_workers)))]
+        role = "worker" if "worker" in self._live.strategy.layout(self._live.num_workers).counts else "replica"
+        return [(f"{role} {n}", n) for n in sorted(said | set(range(self._live.num_workers)))]
 
     def _which(self) -> dict[str, int]:
         return {"worker": self._worker.value}
