@@ -114,7 +114,7 @@ class Overview:
         """The last picture, with the hatches that grey print needs (they cost too much while it moves); from now on the
         figure is an ordinary one."""
         for kind, bars in self._activities.items():
-            widths = [np.ptp(path.vertices[:, 0]) for path in bars.get_paths()]
+            widths = [path.get_extents().width for path in bars.get_paths()]
             hatch = ACTIVITIES[kind][1] if widths and np.median(widths) > self._span_s / 100 else ""
             bars.set_hatch(hatch)  # which would cut a thin bar into dashes
             bars.set_edgecolor("white" if hatch else ACTIVITIES[kind][0])
