@@ -19,7 +19,7 @@ from distlab.clusters.scenario import Scenario, check_scenario
 from distlab.clusters.simulated_run import SimulatedRun
 from distlab.errors import DistlabError
 from distlab.fabric import Peer
-from distlab.options import check_positive, options
+from distlab.options import check_positive, options, warn
 from distlab.run import Run, run_from
 from distlab.saving import collector
 from distlab.strategies.base import Job, Strategy
@@ -101,6 +101,7 @@ class LiveRun:
         self.launched: Launched = cluster.launch(strategy, job, self._listener, paused=paused)
         self._lock, self._run = threading.Lock(), None  # type: tuple[Any, Run | None]
         self._printed, self._dashboards = 0, []  # type: tuple[int, list[Any]]
+        self._has_buttons = False  # that can let it go on
         self.awaited = False  # by a cell, whose kernel serves widgets meanwhile
         self._ender = weakref.finalize(self, end, self.launched, self._listener)
 
@@ -167,10 +168,15 @@ class LiveRun:
         """Show the run below this cell of a notebook, with buttons for what can be done to it.
 
         The kernel stays free: ``await live`` in the next cell returns the run, and leaves one that is paused to the
-        buttons. When it ends, an ordinary picture stays. Needs ipywidgets and matplotlib."""
-        from distlab.dashboard import Dashboard
+        buttons. When it ends, an ordinary picture stays. While it is shown it holds the run; to run its cell again lets
+        go of it. Needs ipywidgets and matplotlib, and a notebook: elsewhere there is a warning and no picture."""
+        from distlab.dashboard import Dashboard, can_show, headless
 
+        if not can_show():
+            warn("live.dashboard() needs a notebook; plots.plot_overview(run) draws a run that has ended anywhere")
+            return
         self._dashboards.append(made := Dashboard(self))
+        self._has_buttons |= not headless()
         made.show()
 
     def stop(self) -> None:
@@ -310,7 +316,7 @@ class LiveRun:
         return self._awaited().__await__()
 
     async def _awaited(self) -> Run:
-        if not self._dashboards:
+        if not self._has_buttons:
             self._go_on()
         self.awaited = True
         try:

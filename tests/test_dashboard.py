@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from toys import Watched
 
 import distlab as dl
 from distlab import plots
-from distlab.dashboard import Dashboard
+from distlab.dashboard import Dashboard, dashboard
 from distlab.plots.overview import Overview
 from distlab.plots.tally import Tally, waiting
 from distlab.trace import EVENT, KINDS, ROLES, Trace
@@ -253,8 +255,103 @@ def test_simulated_run_pauses_steps_and_plays():
     assert live.paused, "until it shall go on"
     press(board, "Play")
     until(lambda: live.launched._speed == 100.0)
-    board._speed.value = None
+    board._speed.value = math.inf
+    until(lambda: live.launched._speed is None)
     assert live.wait().num_updates == 50
+
+
+class Cell:
+    """A notebook's kernel, as far as a dashboard looks; `run` is the number of this run of its one cell."""
+
+    kernel = None
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.shown = 1, []
+        monkeypatch.setattr(dashboard, "get_ipython", lambda: self)
+        monkeypatch.setattr(dashboard, "display", self.display)
+        monkeypatch.setattr(dashboard, "SHOWN", {})
+
+    def get_parent(self) -> dict:
+        return {"metadata": {"cellId": "a"}, "header": {"msg_id": str(self.run)}}
+
+    def display(self, what, **how) -> "Cell":
+        self.update(what)
+        return self
+
+    def update(self, what) -> None:
+        self.shown.append(what)
+
+    @property
+    def pictures(self) -> list:
+        return [what for what in self.shown if isinstance(what, dashboard.Image)]
+
+
+def test_cell_that_is_run_again_lets_go_of_its_run(monkeypatch):
+    cell = Cell(monkeypatch)
+    live = dl.start(TASK, dl.AsyncPS(), dl.LocalCluster(2), num_updates=1_000_000)
+    live.dashboard()
+    live.dashboard()
+    processes = Watched(live.launched.pids.values())
+    until(lambda: live.version > 0)
+    first = live._dashboards[0]
+    del live
+    assert first._live.state == "running", "as long as it is shown"
+    cell.run = 2
+    live = dl.start(TASK, dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=3)
+    live.dashboard()
+    assert first._live is None
+    assert processes.alive(within_s=10) == []
+    assert live.wait().num_updates == 3
+
+
+def test_finished_run_is_shown_before_its_cell_ends(monkeypatch):
+    cell = Cell(monkeypatch)
+    live = dl.start(TASK, dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=10)
+    live.wait()
+    live.dashboard()
+    assert cell.pictures[-1].data == live._dashboards[0].png
+    assert live._dashboards[0].view.tally.version == 10
+    live.wait()
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_paused_run_goes_on_where_there_are_no_buttons(monkeypatch, kernel):
+    if kernel:
+        Cell(monkeypatch)
+        monkeypatch.setenv("DISTLAB_HEADLESS", "1")
+    live = dl.start(TASK, dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=10, paused=True)
+    if kernel:
+        live.dashboard()
+    else:
+        with pytest.warns(UserWarning, match="needs a notebook"):
+            live.dashboard()
+
+    async def end() -> dl.Run:
+        return await live
+
+    assert asyncio.run(end()).num_updates == 10
+
+
+def test_what_is_printed_is_not_lost_where_there_is_no_notebook(capsys):
+    live = dl.start(TASK, dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=10, paused=True)
+    live._listener.say("hear me")
+    with pytest.warns(UserWarning, match="needs a notebook"):
+        live.dashboard()
+    live.wait()
+    assert "hear me" in capsys.readouterr().out
+
+
+def test_menus_say_what_is():
+    live = dl.start(TASK, dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=1_000_000)
+    board = Dashboard(live)
+    assert (board._speed.label, board._rate.label) == ("as fast as it can", "learning rate × 1")
+    board.start()
+    live.scale_lr(0.7)
+    until(lambda: board._rate.label == "learning rate × 0.7")
+    live.scale_lr(1.0)
+    until(lambda: board._rate.value == 1.0)
+    press(board, "Stop")
+    assert set(live.wait().trace.select("rate")["loss"]) == {0.7, 1.0}
 
 
 def test_real_run_pauses_and_plays():
@@ -279,7 +376,7 @@ def test_real_run_pauses_and_plays():
 def test_impossible_order_is_told_and_the_picture_goes_on():
     live = dl.start(TASK, dl.AllReduce(), dl.SimulatedCluster(1), num_updates=50, paused=True)
     board = Dashboard(live)
-    board.order("Kill worker 7", lambda: live.kill(worker=7))
+    board.order("Kill worker 7", lambda live: live.kill(worker=7))
     board.start()
     until(lambda: "Kill worker 7: " in board.log)
     live.resume()

@@ -355,6 +355,8 @@ class Processes(Launched):
             member = self._members[Peer("worker", number)]
             member.leaves = True
             member.order("leave")
+        else:
+            self._sink.output(Peer("worker", number), f"worker {number} is not there: nobody was asked to leave")
 
     def _look_for_silence(self) -> None:
         """End whoever gives no sign of life, or does not come to an end."""

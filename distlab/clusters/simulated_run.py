@@ -268,6 +268,8 @@ class SimulatedRun(Launched):
             world.nodes[Peer("worker", number)].leaving = True
         elif number in staying:
             self._sink.output(Peer("worker", number), f"worker {number} is the only one, and stays")
+        else:
+            self._sink.output(Peer("worker", number), f"worker {number} is not there: nobody was asked to leave")
 
     def _come(self, world: World, peer: Peer, kind: str) -> None:
         """A process that was not there."""

@@ -67,10 +67,14 @@ class Overview:
         num_workers: for the theory's line beside the staleness.
         title: above the picture.
         metric: the name of the task's first metric.
+
+    Attributes:
+        tally: what is known.
     """
 
     def __init__(self, num_updates: int, num_workers: int = 1, title: str = "", metric: str = "") -> None:
         self.tally, self.num_workers = Tally(num_updates), num_workers
+        self.title = title or "distlab run"
         self._metric = f"{metric or 'first metric'} (right)"
         self.figure = Figure(figsize=SIZE, dpi=DPI)
         self.canvas = FigureCanvasAgg(self.figure)

@@ -43,12 +43,13 @@ class Tally:
     gone: set[str] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
     applied: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    rate: float = 1.0  # what the task's learning rate is multiplied by
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     recent: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._sums, self.per_point = np.zeros((4, BINS)), 1  # rows, loss, version, time, of so many versions each
-        self._by_server, self._rate = False, 1.0
+        self._by_server = False
 
     def add(self, rows: np.ndarray) -> None:
         """Add events, in about the order in which they ended."""
@@ -138,9 +139,9 @@ class Tally:
             elif kind == "restore":
                 self._go_back(int(row["version"]))
             elif kind == "rate":
-                if row["loss"] == self._rate:
+                if row["loss"] == self.rate:
                     continue  # another has said so
-                self._rate = float(row["loss"])
+                self.rate = float(row["loss"])
             said = WORDS[kind].format(who=who, **{n: row[n].item() for n in ("version", "worker", "read", "loss")})
             self.notes.append(f"{row['end_s']:.2f} s: {said}")
 
