@@ -76,10 +76,10 @@ def drawable(ctx: click.Context, param: click.Parameter, path: Path | None) -> P
     return writable(ctx, param, path)
 
 
-def writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+def writable(ctx: click.Context, param: click.Parameter, path: Any) -> Any:
     """`path`, if its folder is there and can be written to."""
-    if path is not None and not os.access(path.resolve().parent, os.W_OK):
-        raise click.BadParameter(f"{path.resolve().parent} is not there, or cannot be written to")
+    if path is not None and not os.access(folder := Path(path).resolve().parent, os.W_OK):
+        raise click.BadParameter(f"{folder} is not there, or cannot be written to")
     return path
 
 
@@ -174,16 +174,16 @@ def demo(context: click.Context, figure: Path) -> None:
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=click.Path(),  # a string, as a Path would make of "" the folder here
     callback=writable,
     help="What to write: a .json file (Perfetto), a .csv file, or a folder (TensorBoard).",
 )
-def trace(run: Path, out: Path | None) -> None:
+def trace(run: Path, out: str | None) -> None:
     """Write the trace of a saved run (train --save RUN) for Perfetto or TensorBoard, and say what is in it."""
     loaded = dl.load_run(run)
     click.echo(f"{loaded.strategy} on {loaded.cluster}: {loaded.trace}")
-    written = loaded.export(out or run / "trace.json")
-    opens = ": open it at https://ui.perfetto.dev" if written.suffix == ".json" else ""
+    written = loaded.export(run / "trace.json" if out is None else out)
+    opens = ": open it at https://ui.perfetto.dev" if written.suffix.lower() == ".json" else ""
     opens = f": look at it with tensorboard --logdir {written}" if written.is_dir() else opens
     click.echo(f"written to {written}{opens}")
 
