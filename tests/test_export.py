@@ -121,6 +121,23 @@ def test_command_writes_the_trace_of_a_saved_run(run, tmp_path):
     assert "Perfetto" in done.output
 
 
+def test_command_takes_a_file_of_a_saved_run_for_its_folder(run, tmp_path):
+    run.save(tmp_path / "kept")
+    for name in ("run.json", "trace.npz", "model.safetensors"):
+        done = CliRunner().invoke(main, ["trace", str(tmp_path / "kept" / name)], catch_exceptions=False)
+        assert (done.exit_code, f"written to {tmp_path / 'kept' / 'trace.json'}" in done.output) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["", "x.json", "x.csv"])
+def test_command_says_which_folder_it_wants(run, tmp_path, name):
+    path = tmp_path / name
+    run.export(tmp_path / "x.json")
+    run.export(tmp_path / "x.csv")
+    done = CliRunner().invoke(main, ["trace", str(path)])
+    assert done.exit_code == 1
+    assert done.output == f"Error: '{path}' is not a folder that run.save, or train --save, has written a run to\n"
+
+
 # TensorBoard
 
 
