@@ -27,6 +27,7 @@ STRATEGIES: dict[str, Any] = {
     "worker-applies": dl.WorkerApplies,
     "broadcast-gradients": dl.BroadcastGradients,
 }
+SAVED = ("run.json", "trace.npz", "model.safetensors")  # the files of `Run.save`
 FAMILY = ("single-worker", "in-graph", "async-ps", "sync-ps", "all-reduce")
 
 
@@ -76,11 +77,16 @@ def drawable(ctx: click.Context, param: click.Parameter, path: Path | None) -> P
     return writable(ctx, param, path)
 
 
-def writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+def writable(ctx: click.Context, param: click.Parameter, path: Any) -> Any:
     """`path`, if its folder is there and can be written to."""
-    if path is not None and not os.access(path.resolve().parent, os.W_OK):
-        raise click.BadParameter(f"{path.resolve().parent} is not there, or cannot be written to")
+    if path is not None and not os.access(folder := Path(path).resolve().parent, os.W_OK):
+        raise click.BadParameter(f"{folder} is not there, or cannot be written to")
     return path
+
+
+def folder_of(ctx: click.Context, param: click.Parameter, path: Path) -> Path:
+    """The folder of a saved run, where `path` is one of the files in it."""
+    return path.parent if path.name in SAVED and path.is_file() else path
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -171,19 +177,22 @@ def demo(context: click.Context, figure: Path) -> None:
 
 
 @main.command()
-@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("run", type=click.Path(exists=True, path_type=Path), callback=folder_of)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=click.Path(),  # a string, as a Path would make of "" the folder here
     callback=writable,
     help="What to write: a .json file (Perfetto), a .csv file, or a folder (TensorBoard).",
 )
-def trace(run: Path, out: Path | None) -> None:
-    """Write the trace of a saved run (train --save RUN) for Perfetto or TensorBoard, and say what is in it."""
+def trace(run: Path, out: str | None) -> None:
+    """Write the trace of a saved run (train --save RUN) for Perfetto or TensorBoard, and say what is in it.
+
+    RUN is the folder, or one of the files of a run in it; what was exported cannot be read again.
+    """
     loaded = dl.load_run(run)
     click.echo(f"{loaded.strategy} on {loaded.cluster}: {loaded.trace}")
-    written = loaded.export(out or run / "trace.json")
-    opens = ": open it at https://ui.perfetto.dev" if written.suffix == ".json" else ""
+    written = loaded.export(run / "trace.json" if out is None else out)
+    opens = ": open it at https://ui.perfetto.dev" if written.suffix.lower() == ".json" else ""
     opens = f": look at it with tensorboard --logdir {written}" if written.is_dir() else opens
     click.echo(f"written to {written}{opens}")
 

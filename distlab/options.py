@@ -24,7 +24,7 @@ def check_options(function: Callable[..., Any], name: str, given: Iterable[str])
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    known = [n for n in parameters if n != "self"]
+    known = [n for n, p in parameters.items() if n != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for option in given:
         if option not in known:
             raise TypeError(f"{name} has no option {option!r}: {nearest(option, known)}")

@@ -249,6 +249,8 @@ def load_run(path: str | Path, task: Task | None = None, strategy: Strategy | No
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
     folder = Path(path)
+    if not (folder / "run.json").is_file():
+        raise FileNotFoundError(f"{str(path)!r} is not a folder that run.save, or train --save, has written a run to")
     words = json.loads((folder / "run.json").read_text())
     if not isinstance(words, dict) or words.pop("format", None) != FORMAT or set(words) != set(WORDS):
         raise DistlabError(f"{folder} is not a run that this version of distlab can read")

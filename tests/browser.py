@@ -14,6 +14,7 @@ files lie in folders of the test; the server listens on 127.0.0.1 alone and want
 """
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
@@ -24,7 +25,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ FLAGS = [
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 NO_NEWS = '{"fetchNews": "false", "checkForUpdates": false}'
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 NOTEBOOK = "window.jupyterapp.shell.currentWidget"
 STATUS = f"{NOTEBOOK}?.sessionContext?.session?.kernel?.status"
 
@@ -83,7 +85,8 @@ def jupyter(folder: Path) -> Iterator[str]:
     address = f"http://127.0.0.1:{port}"
     log = folder / "jupyterlab.log"
     with log.open("wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+        how: dict[str, Any] = {"env": environment, "start_new_session": True, "preexec_fn": end_with_parent()}
+        server = subprocess.Popen(command, stdout=out, stderr=out, **how)
     try:
         wait_for_server(f"{address}/api/status?token={token}", server, log)
         yield f"{address}?token={token}"
@@ -94,6 +97,20 @@ def jupyter(folder: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
+
+
+def end_with_parent() -> Callable[[], None] | None:
+    """To be called in a new process: it gets SIGTERM when this one ends, however it does. On Linux alone."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def tie() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it has ended already
+            os._exit(1)
+
+    return tie
 
 
 def free_port() -> int:

@@ -1,8 +1,14 @@
 """What a reader sees: notebooks in a real JupyterLab and a real browser."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from toys import Watched
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -22,6 +28,24 @@ def draw(workers=4, log=False):
 TASK = "import distlab as dl\ntask = dl.tasks.digits()"
 DEAD = "{event.who for event in live.trace.where('death')}"
 EXPLORER = "explorer = dl.Explorer(draw, workers=(1, 16), log=False)\nexplorer"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process can be tied to its parent on Linux alone")
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL], ids=lambda by: by.name)
+def test_jupyterlab_ends_with_a_test_process_that_is_killed(by, tmp_path):
+    pytest.importorskip("jupyterlab")
+    script = "import browser, pathlib, sys\nwith browser.jupyter(pathlib.Path(sys.argv[1])): print(), input()"
+    tests = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    command, pipe = [sys.executable, "-uc", script, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=tests) as caller:
+        caller.stdout.readline()
+        server = Watched(json.loads(path.read_text())["pid"] for path in tmp_path.glob("runtime/jpserver-*.json"))
+        caller.send_signal(by)
+    assert len(server.pids) == 1
+    left = server.alive()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
 
 
 @pytest.fixture(scope="module")

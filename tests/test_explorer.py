@@ -7,6 +7,7 @@ import threading
 import ipywidgets as widgets
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import distlab as dl
@@ -60,6 +61,54 @@ def test_controls_without_a_default_begin_with_the_lowest_or_first():
 
     e = dl.Explorer(bare, workers=(2, 16), lr=(0, 0.5), strategy=["async", "sync"])
     assert e.values == {"workers": 2, "lr": 0.0, "strategy": "async"}
+
+
+def bar(data):
+    """As high as the sum of the data."""
+    return draw(int(data.sum()))
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array], ids=["tensors", "arrays"])
+def test_menu_of_what_cannot_be_compared(kind):
+    data = [kind([1.0, 3.0]), kind([4.0, 4.0]), kind([1.0, 2.0, 5.0]), kind([4.0, 4.0])]
+    e = dl.Explorer(bar, data=data)
+    assert e.controls["data"].options[0][0] == str(data[0])
+    assert e.values["data"] is data[0]
+    low = blackness(e)
+    for place in (3, 1, 2, 0):
+        e.controls["data"].index = place  # as the browser does
+        e.figure()
+        assert e.values["data"] is data[place]
+        assert blackness(e) == pytest.approx(low * float(data[place].sum()) / 4, rel=0.15)
+    move(e, "data", data[2])
+    assert e.values["data"] is data[2]
+    assert "Explorer(bar, data=" in repr(e)
+
+
+def test_menu_begins_with_a_default_that_cannot_be_compared():
+    data = [torch.ones(2), torch.full((2,), 4.0)]
+
+    def begins(data=data[1]):
+        return bar(data)
+
+    assert dl.Explorer(begins, data=data).values["data"] is data[1]
+    with pytest.raises(ValueError, match="begins begins with data=tensor"):
+        dl.Explorer(begins, data=[torch.ones(2), torch.ones(3)])
+
+
+def test_equal_options_and_equal_labels_are_told_apart():
+    e = explorer(workers=[1, "4", 4, True, "4"])
+    assert [label for label, _ in e.controls["workers"].options] == ["1", "4", "4 (2)", "True", "4 (3)"]
+    assert e.controls["workers"].index == 2
+    assert e.values == {"workers": 4}
+    before = e.image.value
+    for place, value in ((3, True), (0, 1), (4, "4"), (2, 4)):
+        e.controls["workers"].index = place
+        assert [(type(v), v) for v in e.values.values()] == [(type(value), value)]
+    e.figure()
+    assert e.image.value == before
+    move(e, "workers", True)
+    assert e.controls["workers"].index == 3
 
 
 def test_ready_widget_is_taken_as_it_is():
@@ -205,3 +254,17 @@ def test_argument_without_default_and_choice_is_named():
 
     with pytest.raises(TypeError, match="bare needs lr too: give each a choice"):
         dl.Explorer(bare, workers=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("function", "choices", "said"),
+    [
+        (lambda workers, /: draw(workers), {"workers": (1, 2)}, "has no option 'workers'"),
+        (lambda workers, /: draw(workers), {}, "does not take workers by name: leave out the / behind it"),
+        (lambda workers=1, /: draw(workers), {"workers": (1, 2)}, "has no option 'workers'"),
+        (lambda *workers: draw(*workers), {"workers": (1, 2)}, "has no option 'workers'"),
+    ],
+)
+def test_function_that_cannot_be_called_by_name_is_refused(function, choices, said):
+    with pytest.raises(TypeError, match=said):
+        dl.Explorer(function, **choices)

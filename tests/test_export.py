@@ -69,6 +69,46 @@ def test_what_cannot_be_exported_is_said(run, tmp_path):
         dl.reports.export(Trace(np.zeros(0, EVENT)), tmp_path / "trace.json")
 
 
+@pytest.mark.parametrize("name", ["x.json", "x.csv", "board"])
+def test_path_that_cannot_be_written_to_is_named_in_the_same_words(run, tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=rf"^path='.*file/{name}' cannot be written to: \[Errno \d+\] Not a directory"):
+        run.export(tmp_path / "file" / name)
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.csv"])
+def test_file_in_a_folder_that_is_not_there_is_refused(run, tmp_path, name):
+    with pytest.raises(OSError, match=rf"^path='.*nowhere/{name}' cannot be written to: \[Errno \d+\] No such file"):
+        run.export(tmp_path / "nowhere" / name)
+
+
+def test_name_that_is_empty_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="path='' names no folder"):
+        run.export("")
+    run.save("kept")
+    done = CliRunner().invoke(main, ["trace", "kept", "--out", ""])
+    assert (done.exit_code, "path='' names no folder" in done.output) == (1, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_case_of_an_ending_does_not_matter(run, tmp_path):
+    assert json.loads(run.export(tmp_path / "X.JSON").read_text())["traceEvents"]
+    assert len(pd.read_csv(run.export(tmp_path / "X.Csv"))) == len(run.trace)
+
+
+def test_name_with_a_dot_may_be_a_folders(run, tmp_path):
+    (tmp_path / "runs.old").mkdir()
+    for name in ("lr0.1", "run.v2", "runs.old"):
+        assert len(read(run, tmp_path / name).Scalars("train/loss")) == 12
+    (tmp_path / "lr0.2").write_text("mine")
+    with pytest.raises(OSError, match=r"lr0.2' cannot be written to: .*File exists"):
+        run.export(tmp_path / "lr0.2")
+    for name in ("trace.jsn", "trace.parquet", "trace.TXT"):
+        with pytest.raises(ValueError, match=rf"'{name}': the name of a trace ends in .json"):
+            run.export(tmp_path / name)
+
+
 def test_command_writes_the_trace_of_a_saved_run(run, tmp_path):
     run.save(tmp_path / "kept")
     done = CliRunner().invoke(main, ["trace", str(tmp_path / "kept")], catch_exceptions=False)
@@ -79,6 +119,23 @@ def test_command_writes_the_trace_of_a_saved_run(run, tmp_path):
     done = CliRunner().invoke(main, ["trace", str(tmp_path / "kept"), "--out", str(tmp_path / "trace.png")])
     assert done.exit_code == 1
     assert "Perfetto" in done.output
+
+
+def test_command_takes_a_file_of_a_saved_run_for_its_folder(run, tmp_path):
+    run.save(tmp_path / "kept")
+    for name in ("run.json", "trace.npz", "model.safetensors"):
+        done = CliRunner().invoke(main, ["trace", str(tmp_path / "kept" / name)], catch_exceptions=False)
+        assert (done.exit_code, f"written to {tmp_path / 'kept' / 'trace.json'}" in done.output) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["", "x.json", "x.csv"])
+def test_command_says_which_folder_it_wants(run, tmp_path, name):
+    path = tmp_path / name
+    run.export(tmp_path / "x.json")
+    run.export(tmp_path / "x.csv")
+    done = CliRunner().invoke(main, ["trace", str(path)])
+    assert done.exit_code == 1
+    assert done.output == f"Error: '{path}' is not a folder that run.save, or train --save, has written a run to\n"
 
 
 # TensorBoard

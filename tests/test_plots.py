@@ -127,6 +127,26 @@ def test_space_time_diagram_has_an_arrow_from_each_read_to_its_apply(hogs):
     assert arrows.get_array().tolist() == (rows["version"] - 1 - rows["read"]).tolist()
 
 
+@pytest.fixture(scope="module")
+def crowd() -> dl.Run:
+    return short(dl.SyncPS(), 130, 3)
+
+
+@pytest.mark.parametrize("name", ["utilization", "versions", "traffic", "ledger"])
+def test_a_crowd_has_low_rows_of_which_some_are_named(crowd, name):
+    figure = PICTURES[name](crowd)
+    axes = figure.axes[0]
+    who = [who for who in crowd.trace.who if name != "ledger" or "worker" in who]
+    assert figure.get_size_inches()[1] < 30
+    assert axes.get_ylabel() == f"a name for each 3 of {len(who)}"
+    named = {int(place): text.get_text() for place, text in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)}
+    assert named == {place: who[place] for place in range(0, len(who), 3)}
+    low, high = sorted(axes.get_ylim())
+    assert low < -0.5 < len(who) - 0.5 < high
+    assert marks(figure) >= len(who)
+    assert not PICTURES[name](short(dl.AsyncPS(), 3, 9)).axes[0].get_ylabel()
+
+
 def test_speedup_begins_at_its_base_and_counts_runs_of_each_size():
     runs = [
         dl.train(regression(), dl.AllReduce(), dl.SimulatedCluster(n, compute=0.1), num_updates=5, progress=False)

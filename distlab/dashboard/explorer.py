@@ -28,6 +28,13 @@ KINDS = "a pair of numbers, a list, True or False, or a widget"
 FEW_STEPS = 100  # of a slider over floats
 
 
+class Option:
+    """Something in a menu that == does not tell from the rest, such as a tensor: itself, and equal to nothing else."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Explorer:
     """Shows the Figure of a function beside controls for its arguments, and draws anew when one of them moves.
 
@@ -80,7 +87,8 @@ class Explorer:
     @property
     def values(self) -> dict[str, Any]:
         """The arguments as the controls are now."""
-        return {name: widget.value for name, widget in self.controls.items()}
+        values = {name: widget.value for name, widget in self.controls.items()}
+        return {name: value.value if isinstance(value, Option) else value for name, value in values.items()}
 
     def figure(self, timeout_s: float = 60.0) -> Figure:
         """Wait for the Figure of the present values, and return it; raises what the function raised.
@@ -147,6 +155,8 @@ def check_choices(function: Callable[..., Any], name: str, choices: Mapping[str,
     parameters = inspect.signature(function).parameters.values()
     taken = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     lacking = [p.name for p in taken if p.default is p.empty and p.name not in choices]
+    if unnamed := [p.name for p in taken if p.name in lacking and p.kind is p.POSITIONAL_ONLY]:
+        raise TypeError(f"{name} does not take {', '.join(unnamed)} by name: leave out the / behind it")
     if lacking:
         raise TypeError(f"{name} needs {', '.join(lacking)} too: give each a choice, {KINDS}")
     return {p.name: p.default for p in taken if p.default is not p.empty}
@@ -165,8 +175,9 @@ def control(function: str, name: str, choice: Any, defaults: Mapping[str, Any]) 
         if not choice:
             raise ValueError(f"{name}=[] leaves nothing to choose")
         start = defaults.get(name, choice[0])
-        check_default(start in choice, function, name, start, choice)
-        return widgets.Dropdown(options=[(str(value), value) for value in choice], value=start, **look)
+        place = find(choice, start)
+        check_default(place is not None, function, name, start, choice)
+        return menu(choice, place, **look)
     if not (isinstance(choice, tuple) and len(choice) == 2 and all(is_number(end) for end in choice)):
         raise TypeError(f"{name}={choice!r}: a choice is {KINDS}")
     low, high = choice
@@ -180,6 +191,39 @@ def control(function: str, name: str, choice: Any, defaults: Mapping[str, Any]) 
         return widgets.IntSlider(start, min=low, max=high, **look)
     step = (high - low) / FEW_STEPS
     return widgets.FloatSlider(start, min=low, max=high, step=step, readout_format=".3g", **look)
+
+
+def menu(choice: list[Any], place: int | None, **look: Any) -> widgets.Dropdown:
+    """A menu that begins at `place`; options with the same label have a number."""
+    labels = [str(value) for value in choice]
+    numbers = [labels[:place].count(label) for place, label in enumerate(labels, 1)]
+    labels = [f"{label} ({n})" if n > 1 else label for label, n in zip(labels, numbers, strict=True)]
+    if all(same(a, b) is (i == j) for i, a in enumerate(choice) for j, b in enumerate(choice)):
+        return widgets.Dropdown(options=list(zip(labels, choice, strict=True)), value=choice[place or 0], **look)
+    options = [Option(value) for value in choice]
+
+    def meant(option: Option, value: Any) -> bool:  # by who sets the menu's value
+        return option is value if isinstance(value, Option) else options.index(option) == find(choice, value)
+
+    return widgets.Dropdown(options=list(zip(labels, options, strict=True)), index=place, equals=meant, **look)
+
+
+def find(choice: list[Any], value: Any) -> int | None:
+    """Where `value` is: it itself, or else the first that is equal to it; None if it is nowhere.
+
+    >>> find([1, True, "a"], True), find([1, True], 1.0), find([1, True], 2)
+    (1, 0, None)
+    """
+    exact = [i for i, one in enumerate(choice) if one is value]
+    return next(iter(exact + [i for i, one in enumerate(choice) if same(one, value)]), None)
+
+
+def same(a: Any, b: Any) -> bool | None:
+    """Are these equal? None where == has no plain answer, as between tensors."""
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # each kind of array has its own
+        return None
 
 
 def check_default(fits: bool, function: str, name: str, start: Any, choice: Any) -> None:

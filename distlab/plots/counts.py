@@ -11,7 +11,21 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from distlab.options import options
-from distlab.plots.paper import BLUE, FATES, GREY, ORANGE, PINK, RED, SKY, blank, nothing, remark, shown, trace_of
+from distlab.plots.paper import (
+    BLUE,
+    FATES,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    blank,
+    nothing,
+    remark,
+    shown,
+    trace_of,
+    with_rows,
+)
 from distlab.reports import ledger
 from distlab.run import Run
 from distlab.theory import staleness_probability
@@ -104,15 +118,15 @@ def plot_versions(of: Trace | Run, *, from_s: float = 0.0, to_s: float | None = 
         if reader is not None and (worker, step) in begun:
             segments.append([(begun[worker, step], reader), (end_s, who.index(f"{ROLES[role]} {index}"))])
             ages.append(version - 1 - read)
-    figure, axes = blank(8.0, 1.2 + 0.42 * len(who))
-    for y in range(len(who)):
-        axes.axhline(y, color=GREY, linewidth=0.6, zorder=0)
+    figure, axes = with_rows(who, 8.0, 1.2, 0.42)
     shade = Normalize(0, max([1, *ages]))
     arrows = LineCollection(segments, array=np.array(ages), cmap=AGES, norm=shade, linewidths=1.2)
     axes.add_collection(arrows)
+    lines = [[(0, y), (1, y)] for y in range(len(who))]
+    across = LineCollection(lines, colors=GREY, linewidths=0.6, zorder=0, transform=axes.get_yaxis_transform())
+    axes.add_collection(across, autolim=False)
     ends = np.array([segment[1] for segment in segments]).reshape(-1, 2)
     axes.scatter(ends[:, 0], ends[:, 1], c=ages, cmap=AGES, norm=shade, marker="v", s=14, zorder=3)
-    axes.set_yticks(range(len(who)), who, fontsize="small")
     axes.set(xlabel="time (s)", ylim=(max(len(who), 3) - 0.4, -0.6))
     axes.autoscale_view(scaley=False)
     if not len(rows):
@@ -139,7 +153,7 @@ def plot_traffic(of: Trace | Run) -> Figure:
     for (who, receiver), num_bytes in zip(pairs, np.bincount(which, rows["bytes"]).tolist(), strict=True):
         to = receiver.split(" ")[0]
         sent.setdefault(who, {})[to] = sent.get(who, {}).get(to, 0) + num_bytes
-    figure, axes = blank(7.0, 1.0 + 0.36 * len(sent))
+    figure, axes = with_rows(list(sent), 7.0, 1.0, 0.36)
     if not any(sent.values()):
         nothing(axes, "no message was sent")
     left = np.zeros(len(sent))
@@ -148,8 +162,7 @@ def plot_traffic(of: Trace | Run) -> Figure:
         if widths.any():
             label = f"to a {to}" if to else "to the other ranks"
             bars(axes, widths, left, colour, hatch, label)
-    axes.set_yticks(range(len(sent)), list(sent), fontsize="small")
-    axes.set(xlabel="MB sent", ylim=(len(sent) - 0.4, -0.6))
+    axes.set_xlabel("MB sent")
     explain(figure)
     return shown(figure)
 
@@ -181,7 +194,7 @@ def plot_ledger(of: Trace | Run) -> Figure:
     book = ledger(trace_of(of))
     counts: Mapping[str, Mapping[int, int]] = (table := book.table()).to_dict()
     workers = table.index.tolist()
-    figure, axes = blank(7.0, 1.0 + 0.36 * max(len(workers), 1))
+    figure, axes = with_rows([f"worker {worker}" for worker in workers], 7.0, 1.0, 0.36)
     if not workers:
         nothing(axes, "no gradient was computed")
     left = np.zeros(len(workers))
@@ -189,8 +202,7 @@ def plot_ledger(of: Trace | Run) -> Figure:
         widths = np.array([counts[fate].get(worker, 0) for worker in workers])
         if widths.any():
             bars(axes, widths, left, colour, hatch, fate)
-    axes.set_yticks(range(len(workers)), [f"worker {worker}" for worker in workers], fontsize="small")
-    axes.set(xlabel="gradients", ylim=(max(len(workers), 1) - 0.4, -0.6))
+    axes.set_xlabel("gradients")
     explain(figure)
     if not book.balances:
         axes.set_title("does not balance: see run.ledger.problems", loc="left", fontsize="small", color=RED)

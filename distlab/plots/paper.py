@@ -33,6 +33,7 @@ ACTIVITIES = {
     "evaluate": (GREY, "|||"),
     "unplaced": (BLUE, "..."),
 }
+MOST_NAMED = 60  # rows of a picture that have their full height and a name each
 LINES = [
     (BLUE, "-"),
     (ORANGE, "--"),
@@ -60,6 +61,17 @@ def blank(width: float = 8.0, height: float = 3.5) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def with_rows(names: Sequence[str], width: float, above: float, each: float) -> tuple[Figure, Axes]:
+    """An empty figure with a row of height `each` for every name; of a crowd rows are lower, and not all are named."""
+    every = -(-len(names) // MOST_NAMED) or 1
+    figure, axes = blank(width, above + each * max(min(len(names), MOST_NAMED), 1))
+    axes.set_yticks(range(0, len(names), every), names[::every], fontsize="small")
+    if every > 1:
+        axes.set_ylabel(f"a name for each {every} of {len(names):,}", fontsize=7, color=GREY, loc="top")
+    axes.set_ylim(max(len(names), 1) - 0.4, -0.6)
     return figure, axes
 
 

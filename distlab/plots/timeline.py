@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from distlab.options import options
-from distlab.plots.paper import ACTIVITIES, GREEN, RED, blank, nothing, remark, shown, trace_of
+from distlab.plots.paper import ACTIVITIES, GREEN, RED, blank, nothing, remark, shown, trace_of, with_rows
 from distlab.run import Run
 from distlab.trace import KINDS, ROLE_CODES, Trace
 
@@ -62,7 +62,7 @@ def plot_utilization(of: Trace | Run) -> Figure:
     """
     trace = trace_of(of)
     who, span_s = trace.who, float(trace.rows["end_s"].max()) or 1.0
-    figure, axes = blank(7.0, 1.2 + 0.36 * len(who))
+    figure, axes = with_rows(who, 7.0, 1.2, 0.36)
     free, left = np.ones((len(who), BINS), bool), np.zeros(len(who))
     drawn = []
     for kind in sorted(ACTIVITIES, key=lambda kind: kind == "wait"):
@@ -75,8 +75,7 @@ def plot_utilization(of: Trace | Run) -> Figure:
             edge = "white" if hatch else colour
             axes.barh(range(len(who)), widths, left=left, color=colour, hatch=hatch, edgecolor=edge)
             left += widths
-    axes.set_yticks(range(len(who)), who, fontsize="small")
-    axes.set(xlabel="share of the time", xlim=(0, 1), ylim=(len(who) - 0.4, -0.6))
+    axes.set(xlabel="share of the time", xlim=(0, 1))
     if not drawn:
         nothing(axes, "nothing took any time")
     if len(trace) > BINS:

@@ -25,26 +25,37 @@ def export(of: Trace | Run, path: str | Path) -> Path:
     Args:
         of: a run, or a trace; only a run knows the names of its metrics.
         path: ends in .json (for https://ui.perfetto.dev or chrome://tracing) or in .csv (a row per event), or is a
-            folder: one that is there, or a name without an ending (event files for TensorBoard, see `event_files`).
+            folder: one that is there, or a name without an ending, a dot and letters (event files for TensorBoard,
+            see `event_files`).
 
     Raises:
-        ValueError: another ending, or nothing in the trace.
-        ModuleNotFoundError, OSError: for a folder: there is no tensorboard, or it cannot be written to.
+        ValueError: another ending, no name, or nothing in the trace.
+        OSError: it cannot be written to.
+        ModuleNotFoundError: for a folder: there is no tensorboard.
     """
-    path = Path(path)
+    given, path = path, Path(path)
+    ending = path.suffix.lower()
     trace = of.trace if isinstance(of, Run) else of
     if not len(trace):
         raise ValueError("this trace is empty: there is nothing to export")
-    if path.is_dir() or not path.suffix:
-        event_files(of if isinstance(of, Run) else Run("", "", of, None, 0), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(chrome(trace)))
-    elif path.suffix == ".csv":
-        trace.table().to_csv(path, index=False)
+    if path.is_dir() or not ending[1:].isalpha():
+        event_files(of if isinstance(of, Run) else Run("", "", of, None, 0), given)
+    elif ending == ".json":
+        write(path, json.dumps(chrome(trace)))
+    elif ending == ".csv":
+        write(path, trace.table().to_csv(index=False))
     else:
         asked = "ends in .json (for Perfetto) or .csv, or is a folder's (for TensorBoard) and has no ending"
         raise ValueError(f"{path.name!r}: the name of a trace {asked}")
     return path
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file; OSError in the words that a folder's has."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise OSError(f"path={str(path)!r} cannot be written to: {error}") from error
 
 
 def chrome(trace: Trace) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def check_folder(folder: str | os.PathLike[str], option: str) -> str:
         raise TypeError(f"{option} must be the path of a folder, got {folder!r} ({type(folder).__name__})")
     if importlib.util.find_spec("tensorboard") is None:
         raise ModuleNotFoundError(f"{option}={str(folder)!r} needs tensorboard: pip install 'distlab[tensorboard]'")
+    if not str(folder):  # or the files would lie about where the caller stands
+        raise ValueError(f"{option}='' names no folder")
     path = Path(folder).resolve()  # a worker may stand elsewhere
     try:
         path.mkdir(parents=True, exist_ok=True)
