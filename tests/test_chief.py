@@ -221,6 +221,7 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     told = "log_dir='.*file/a' cannot be written to: .*Not a directory"
     refused(OSError, told, num_updates=5, log_dir=tmp_path / "file" / "a")
+    refused(ValueError, "log_dir='' names no folder", num_updates=5, log_dir="")
 
 
 @pytest.mark.usefixtures("no_process_starts")
