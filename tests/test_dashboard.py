@@ -136,7 +136,7 @@ def test_curve_of_a_run_without_end_keeps_its_points_and_its_means():
     assert 120 <= len(versions) <= 240
     assert losses == pytest.approx(versions)
     assert times == pytest.approx(versions)
-    assert (versions[0], versions[-1]) == (pytest.approx(16), pytest.approx(4992.5, abs=16))
+    assert (versions[0], versions[-1]) == (pytest.approx(16), pytest.approx(4975.5)), "9 of 32 make no mean"
 
 
 def test_picture_drawn_in_panes_is_the_one_drawn_at_once():
@@ -148,6 +148,71 @@ def test_picture_drawn_in_panes_is_the_one_drawn_at_once():
         in_panes = view.png()
     view._stale = {view.figure}
     assert view.png() == in_panes
+
+
+def curve(losses: list[float], **scores: float) -> Overview:
+    """What is shown of these losses, by version, and of a metric of them."""
+    view = Overview(len(losses), 2, metric="score")
+    for version, loss in enumerate(losses, 1):
+        view.add(row("apply", ("server", 0), version=version, read=version - 1, end_s=version, loss=loss))
+    for i, score in enumerate(scores.values()):
+        view.add(row("metric", ("worker", 0), worker=0, version=i, end_s=i, loss=score))
+    view.still()
+    return view
+
+
+@pytest.mark.parametrize("largest", [1e22, 1e300, math.inf])
+def test_losses_that_grow_beyond_all_bounds_are_drawn(largest):
+    axes = curve([1.0, 1e9, largest]).figure.axes[0]
+    assert axes.get_yscale() == "log"
+    assert axes.get_ylim()[0] < 1
+    assert 1e9 < axes.get_ylim()[1] < 1e201
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("losses", [[2.0, 1.0, 0.0], [1.0, -1.0], [0.0, 0.0], [-5.0, -6.0]])
+def test_losses_of_0_and_below_are_drawn(losses):
+    axes = curve(losses).figure.axes[0]
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == "linear"
+    assert low < min(losses)
+    assert high > max(losses)
+
+
+def test_one_loss_is_a_point():
+    assert [curve([1.0] * n).figure.axes[0].lines[0].get_marker() for n in (1, 2)] == ["o", ""]
+
+
+def test_metric_is_seen_against_updates_and_seconds_whatever_its_values():
+    for scores, (low, high) in (({"a": 0.2, "b": 0.9}, (0.0, 1.02)), ({"a": -1.5, "b": -0.2}, (-2.0, 0.0))):
+        view = curve([1.0, 0.5], **scores)
+        for axes in view._rights:
+            assert axes.get_ylim() == pytest.approx((low, high))
+            assert list(axes.lines[0].get_ydata()) == list(scores.values())
+        assert [list(line.get_xdata()) for line in view._scores] == [[0, 1], [0.0, 1.0]]
+
+
+def test_old_gradients_of_many_workers_share_bars():
+    view = Overview(900, 300)
+    ages = np.arange(1, 601)
+    for age in ages.tolist():
+        view.add(row("apply", ("server", 0), version=601, read=600 - age, end_s=1.0, loss=1.0))
+    view.still()
+    assert sum(path.get_extents().height for path in view._bars.get_paths()) == pytest.approx(1.0, rel=0.01)
+    assert len(view._bars.get_paths()) <= 200
+    assert "a bar for each" in view._mean_told.get_text()
+    assert view._ages.get_ylim()[1] < 0.05
+    assert sum(view._theory.get_ydata()) == pytest.approx(0.865, abs=0.02), "1 - (1 - 1/300) ** 600"
+
+
+def test_last_picture_does_not_hang_on_those_before():
+    rows = simulated(dl.AsyncPS(), num_updates=200).trace.rows
+    views = [Overview(200, 3), Overview(200, 3)]
+    for view, pieces in zip(views, (1, 40), strict=True):
+        for piece in np.array_split(rows, pieces):
+            view.add(piece)
+            view.png()
+    assert views[0].still() == views[1].still()
 
 
 def test_who_waits_for_whom():
@@ -179,7 +244,7 @@ def test_million_events_leave_a_few_boxes():
     view = Overview(int(many["version"].max()), 3)
     view.add(many)
     assert view.tally.num_rows == len(many) >= 1_000_000
-    assert sum(map(len, view.tally.recent)) <= 1000
+    assert sum(map(len, view.tally.recent)) <= 1100
     assert len(view.tally.curve[0]) <= 241
     assert size(view.png()) == (960, 656)
 

@@ -49,7 +49,8 @@ def draw_losses(axes: Axes, runs: Mapping[str, Run], against: str, window: int) 
         axes.plot(history[against][few], smooth[few], color=colour, linestyle=style, marker=mark, label=label)
     if not any(len(run.applies) for run in runs.values()):
         nothing(axes, "no update was applied")
-    axes.set(ylabel=f"training loss (mean of {window})", yscale="log")
+    above_0 = all((run.applies["loss"][np.isfinite(run.applies["loss"])] > 0).all() for run in runs.values())
+    axes.set(ylabel=f"training loss (mean of {window})", yscale="log" if above_0 else "linear")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
 

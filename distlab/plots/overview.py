@@ -2,7 +2,9 @@
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.font_manager import findfont
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
@@ -27,8 +31,10 @@ from distlab.trace import KIND_CODES, KINDS, Trace
 SIZE, DPI = (12.0, 8.2), 80
 ROWS, COLUMNS = (26, 218, 244, 168), (330, 300, 330)  # pixels; the first row is the title's
 MOST_NAMES = 20  # of processes beside a row: of more, every second, third...
-FEW_NAMES = 6  # among more there is room for "w2" only
+FEW_NAMES = 5  # among more there is room for "w2" only
 MOST_LINKS = 10
+MOST_BARS = 200  # of ages: more are put together
+TINY, HUGE = 1e-200, 1e200  # losses beyond are drawn there
 
 
 @options
@@ -85,7 +91,8 @@ class Overview:
         self._stale: set[FigureBase] = {self.figure}  # of the background
         self._at: list[tuple[float, float]] = []
         self._shown: list[tuple[str, str]] = []
-        self._span_s = 0.0
+        self._links: list[str] = []
+        self._span_s, self._final = 0.0, False
         self._legend_kinds: list[str] = []
         self._set_up(title)
 
@@ -98,6 +105,7 @@ class Overview:
         from PIL import Image
 
         self._refresh()
+        texts = [] if self._final else self._texts
         if self._background is not None:
             self.canvas.restore_region(self._background)
         if self._stale:
@@ -108,20 +116,24 @@ class Overview:
             self._stale = set()
             self._background = self.canvas.copy_from_bbox(self.figure.bbox)
         for artist in self._moving:
-            if artist.axes is not None:
+            if artist.axes is not None and artist not in texts:
                 artist.axes.draw_artist(artist)
         told = io.BytesIO()
-        picture = Image.frombuffer(
-            "RGBA", self.canvas.get_width_height(), self.canvas.buffer_rgba(), "raw", "RGBA", 0, 1
-        )
-        picture.convert("RGB").quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
-            told, "PNG", compress_level=1
-        )
+        size = self.canvas.get_width_height()
+        picture = Image.frombuffer("RGBA", size, self.canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB")
+        for text in texts:
+            write(text, picture)
+        picture.quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(told, "PNG", compress_level=1)
         return told.getvalue()
+
+    @property
+    def _texts(self) -> list[Text]:
+        return [artist for artist in self._moving if isinstance(artist, Text)]
 
     def still(self) -> bytes:
         """The last picture, with the hatches that grey print needs (they cost too much while it moves); from now on the
         figure is an ordinary one."""
+        self._span_s, self._links, self._final = 0.0, [], True
         self._refresh()
         for kind, bars in self._activities.items():
             if not thin(bars, self._span_s):
@@ -138,35 +150,41 @@ class Overview:
     def _set_up(self, title: str) -> None:
         grid = self.figure.add_gridspec(4, 3, height_ratios=ROWS, width_ratios=COLUMNS)
         self.figure.suptitle(title, x=0.01, y=0.99, ha="left", fontsize="medium")
-        by_version, ages = self._pane(grid[1, 0], right=26), self._pane(grid[1, 2])
-        by_time = self._pane(grid[1, 1], left=30, right=44)
+        by_version, ages = self._pane(grid[1, 0], right=26, top=26), self._pane(grid[1, 2], right=20, top=26)
+        by_time = self._pane(grid[1, 1], left=30, right=44, top=26)
         self._timeline, self._cluster = self._pane(grid[2, :2], right=44), self._pane(grid[2, 2], 10, 10, 20, 4)
-        self._words, self._traffic = self._pane(grid[3, :2], top=4, bottom=4), self._pane(grid[3, 2], left=90, top=8)
+        self._words, self._traffic = (
+            self._pane(grid[3, :2], top=4, bottom=4),
+            self._pane(grid[3, 2], left=90, right=20, top=8),
+        )
         self._curves = (by_version, by_time)
         self._losses = [self._line(axes, color=BLUE, linewidth=1.4) for axes in self._curves]
         self._judged = [
             self._line(axes, color=ORANGE, marker="o", markersize=4, linestyle="--") for axes in self._curves
         ]
-        for axes in self._curves:  # that share no axis: or each new limit would draw all of the other at once
-            axes.set_yscale("log")
-            axes.yaxis.set_minor_locator(NullLocator())
         by_version.set(xlabel="updates applied (version)", ylabel="loss")
+        by_version.yaxis.set_label_coords(-0.19, 0.5)
         by_time.set(xlabel="time (s)")
-        self._by_accuracy = by_time.twinx()
-        self._accuracy = self._line(self._by_accuracy, color=GREEN, marker="s", markersize=3, linestyle="-.")
-        self._by_accuracy.set(ylim=(0, 1.02))
-        self._by_accuracy.set_axis_off()
+        by_time.tick_params(
+            labelleft=False
+        )  # they share no axis: or each new limit would draw all of the other at once
+        self._rights = by_version.twinx(), by_time.twinx()
+        self._scores = [
+            self._line(axes, color=GREEN, marker="s", markersize=3, linestyle="-.") for axes in self._rights
+        ]
+        for axes in self._rights:
+            axes.set_axis_off()
         self._keys: list[str] = []
         self._point_told = self._text(by_time, 1.0, 1.01, "", ha="right", va="bottom", fontsize=7, color=GREY)
         self._ages = ages
         self._bars = self._boxes(ages, BLUE)
         self._theory = self._line(ages, color=ORANGE, marker="o", markersize=3, linewidth=1)
         self._mean = self._line(ages, color=RED, linestyle="--", linewidth=1.2)
-        self._mean_told = self._text(ages, 0.98, 0.96, "", ha="right", va="top", fontsize=8)
+        self._mean_told = self._text(ages, 1.0, 1.02, "", ha="right", va="bottom", fontsize=8)
         ages.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients", ylim=(0, 1.05))
         ages.set_xlim(-0.9, 8.9)
-        for axes, most in ((by_version, 4), (ages, 8)):
-            axes.xaxis.set_major_locator(MaxNLocator(most, integer=True))
+        for axes, most in ((by_version, 4), (by_time, 4), (ages, 8), (self._timeline, 6), (self._traffic, 4)):
+            axes.xaxis.set_major_locator(MaxNLocator(most, integer=axes in (by_version, ages)))
         by_version.xaxis.set_major_formatter("{x:,.0f}")
         kinds = sorted(ACTIVITIES, key=lambda kind: kind != "wait")
         self._activities = {kind: self._boxes(self._timeline, ACTIVITIES[kind][0]) for kind in kinds}
@@ -189,10 +207,10 @@ class Overview:
         self._carried = self._boxes(self._traffic, ORANGE)
         self._traffic.set(xlabel="MB sent by link", xlim=(0, 1), yticks=[])
         self._nothing = self._text(self._traffic, 0.5, 0.5, "nothing so far", ha="center", fontsize=8, color=GREY)
-        self._links: list[str] = []
         for axes in (by_version, by_time, ages, self._timeline, self._traffic):
             axes.spines[["top", "right"]].set_visible(False)
-        self._by_accuracy.spines[["top", "right"]].set_visible(False)
+        for axes in self._rights:
+            axes.spines[["top", "right"]].set_visible(False)
 
     def _pane(self, where: Any, left: int = 62, right: int = 14, top: int = 20, bottom: int = 42) -> Axes:
         """Axes in a part of the picture that is drawn by itself; margins in pixels."""
@@ -265,14 +283,14 @@ class Overview:
         if (keys := [key for key, is_there in seen.items() if is_there]) == self._keys:
             return
         self._keys = keys
-        lines = dict(zip(seen, (self._losses[0], self._judged[0], self._accuracy), strict=True))
+        lines = dict(zip(seen, (self._losses[0], self._judged[0], self._scores[0]), strict=True))
         handles = [lines[key] for key in keys]
         self._curves[0].legend(
             handles=handles, labels=keys, ncols=3, frameon=False, fontsize=8, loc="lower left", handlelength=1.5,
-            bbox_to_anchor=(-0.13, 0.98), borderaxespad=0.0, columnspacing=0.8, handletextpad=0.5,
+            bbox_to_anchor=(-0.13, 1.03), borderaxespad=0.0, columnspacing=0.8, handletextpad=0.5,
         )  # fmt: skip
         if self._metric in keys:
-            self._by_accuracy.set_axis_on()
+            self._rights[1].set_axis_on()  # one is enough: both have the same limits
         self._stale |= {axes.figure for axes in self._curves}
 
     def _draw_curves(self) -> None:
@@ -283,50 +301,59 @@ class Overview:
             line.set_data(xs, losses)
         for line, place in zip(self._judged, (0, 1), strict=True):
             line.set_data([j[place] for j in judged], [j[2] for j in judged])
-        scores = [seen for _, seen in sorted(tally.scores.get(0, {}).items())]
-        self._accuracy.set_data([s[0] for s in scores], [s[1] for s in scores])
-        shown = bool(scores) and all(0 <= score <= 1 for _, score in scores)
-        self._accuracy.set_visible(shown)
-        self._put_keys({"training": True, "validation": bool(judged), self._metric: shown})
+        scores = sorted((version, *seen) for version, seen in tally.scores.get(0, {}).items() if math.isfinite(seen[1]))
+        for line, place in zip(self._scores, (0, 1), strict=True):
+            line.set_data([s[place] for s in scores], [s[2] for s in scores])
+        for line in self._losses:
+            line.set_marker("o" if len(losses) == 1 else "")
+        self._put_keys({"training": True, "validation": bool(judged), self._metric: bool(scores)})
         self._point_told.set_text(f"a point for each {tally.per_point:,} updates" if tally.per_point > 1 else "")
-        values = np.array([*losses, *(j[2] for j in judged)])
-        values = values[np.isfinite(values) & (values > 0)]
-        low, high = (values.min(), values.max()) if len(values) else (0.1, 1.0)
-        bottom, top = 4 ** math.floor(math.log(low, 4) - 0.1), 2 ** math.ceil(math.log2(high) + 0.2)
         ends = (
             min(rounded(max(tally.version, 1)), 1.02 * max(tally.num_updates, 1)),
             rounded(tally.now_s) if tally.now_s > 0 else 1.0,
         )
-        for axes, end in zip(self._curves, ends, strict=True):
-            if axes.get_ylim() != (bottom, top):
-                ticks = log_ticks(bottom, top)
-                axes.set_yticks(ticks, [f"{tick:g}" if axes is self._curves[0] else "" for tick in ticks])
+        values = np.array([*losses, *(j[2] for j in judged)])
+        scale, bottom, top, ticks = loss_axis(np.clip(values[np.isfinite(values)], -HUGE, HUGE))
+        seen = np.array([s[2] for s in scores])
+        low, high = linear_limits(seen) if ((seen < 0) | (seen > 1)).any() else (0.0, 1.02)
+        for axes, right, end in zip(self._curves, self._rights, ends, strict=True):
+            if axes.get_yscale() != scale:
+                axes.set_yscale(scale)
+                axes.yaxis.set_minor_locator(NullLocator())
+            if self._limits.get(axes, ())[2:] != (bottom, top):
+                axes.set_yticks(ticks, [plain(tick) for tick in ticks])
             self._limit(axes, 0, end, bottom, top)
+            self._limit(right, 0, end, low, high)
 
     def _draw_ages(self) -> None:
         counts = self.tally.ages
         total = counts.sum()
         if not total:
             return
-        ages = np.flatnonzero(counts)
         last = max(int(np.searchsorted(counts.cumsum(), 0.999 * total)), 4)
-        if len(ages) > 200:
-            ages = ages[ages <= last][:200]
-        shares = counts[ages] / total
-        self._bars.set_verts(boxes(ages - 0.4, ages + 0.4, np.zeros(len(ages)), shares))
         mean = float((np.arange(len(counts)) * counts).sum() / total)
+        told, workers = (
+            f"{total:,} gradient{'s' if total > 1 else ''}, mean {mean:.2f}",
+            self.num_workers if mean > 0 else 1,
+        )
+        if workers > 1:
+            last = max(last, 2 * workers)
+            told += f"; o: {workers} workers, exponential times"
+        wide = -(-(last + 1) // MOST_BARS)  # ages that share a bar
+        counts = counts[: last + 1]
+        shares = np.pad(counts, (0, -len(counts) % wide)).reshape(-1, wide).sum(1) / total
+        bars = np.flatnonzero(shares)
+        middles = bars * wide + (wide - 1) / 2
+        self._bars.set_verts(boxes(middles - 0.4 * wide, middles + 0.4 * wide, np.zeros(len(bars)), shares[bars]))
         self._mean.set_data([mean, mean], [0, 2])
-        told = f"{total:,} gradients, mean {mean:.2f}"
         top = float(shares.max())
-        if self.num_workers > 1 and mean > 0:
-            xs = np.arange(max(last, 2 * self.num_workers) + 1)[:200]
-            expected = [staleness_probability(int(age), self.num_workers) for age in xs]
-            self._theory.set_data(xs, expected)
-            top, last = max(top, *expected), max(last, int(xs[-1]))
-            told += f"\no: {self.num_workers} workers, exponential times"
-        self._mean_told.set_text(told)
-        most = 1.25 if len(ages) > 1 else 1.05
-        self._limit(self._ages, -0.9, (-(-last // 4) * 4) + 0.9, 0, min(math.ceil(top * 10 + 1.5) / 10, most))
+        if workers > 1:
+            at = np.arange((last + 1) // wide) * wide + (wide - 1) // 2
+            expected = [wide * staleness_probability(int(age), workers) for age in at]
+            self._theory.set_data(at, expected)
+            top = max(top, *expected)
+        self._mean_told.set_text(told if wide == 1 else f"{told}\na bar for each {wide} ages")
+        self._limit(self._ages, -0.9 * wide, (-(-last // 4) * 4) + 0.9, 0, min(rounded(1.05 * top), 1.05))
 
     def _draw_timeline(self, rows: np.ndarray, span_s: float) -> None:
         if not 0.4 * self._span_s < span_s <= self._span_s:
@@ -404,16 +431,17 @@ class Overview:
             return
         self._nothing.set_text("")
         label = {pair: f"{short(pair[0])} → {short(pair[1]) or 'other ranks'}" for pair, _ in links}
-        if len(self._links) < min(len(links), MOST_LINKS) or len(self._links) == 0:
+        unit, size = ("MB", 1e6) if links[0][1] >= 1e5 else ("kB", 1e3)
+        if len(self._links) < min(len(links), MOST_LINKS) or self._traffic.get_xlabel()[:2] != unit:
             self._shown = sorted(pair for pair, _ in links[:MOST_LINKS])
             self._links = [label[pair] for pair in self._shown]
             left_out = len(links) - len(self._links)
             self._traffic.set_yticks(range(len(self._links)), self._links, fontsize=8)
             self._traffic.set_xlabel(
-                "MB sent by link" + (f" (the first {MOST_LINKS} of {len(links)})" if left_out else "")
+                f"{unit} sent by link" + (f" (the {MOST_LINKS} busiest of {len(links)})" if left_out else "")
             )
             self._stale.add(self._traffic.figure)
-        carried = np.array([self.tally.links[pair] / 1e6 for pair in self._shown])
+        carried = np.array([self.tally.links[pair] / size for pair in self._shown])
         y = np.arange(len(carried))
         self._carried.set_verts(boxes(np.zeros(len(carried)), carried, y - 0.38, y + 0.38))
         self._limit(self._traffic, 0, rounded(max(float(carried.max()), 1e-6)), max(len(carried), 2) - 0.4, -0.6)
@@ -479,6 +507,52 @@ def log_ticks(bottom: float, top: float) -> list[float]:
     return [tick for tick in ticks if bottom <= tick <= top]
 
 
+def plain(tick: float) -> str:
+    """A number in few letters: "0.05", "1e20"."""
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{tick:.3g}")
+
+
 def short(who: str) -> str:
     """ "w2" for "worker 2"."""
     return who[:1] + who.partition(" ")[2]
+
+
+def loss_axis(values: np.ndarray) -> tuple[str, float, float, list[float]]:
+    """How an axis shows these losses: scale, limits and ticks. Logarithmic, if all are above 0."""
+    if (values <= 0).any():
+        bottom, top = linear_limits(values)
+        return "linear", bottom, top, [t for t in MaxNLocator(5).tick_values(bottom, top) if bottom <= t <= top]
+    low, high = (max(values.min(), TINY), max(values.max(), TINY)) if len(values) else (0.1, 1.0)
+    bottom, top = 4.0 ** math.floor(math.log(low, 4) - 0.1), 2.0 ** math.ceil(math.log2(high) + 0.2)
+    return "log", bottom, top, log_ticks(bottom, top)
+
+
+def linear_limits(values: np.ndarray) -> tuple[float, float]:
+    """Limits with all of `values` inside, which change seldom as those grow."""
+    low, high = float(values.min()), float(values.max())
+    step = rounded(max(high - low, 1e-3 * max(abs(low), abs(high)), 1e-12)) / 4
+    return step * (math.ceil(low / step) - 1), step * (math.floor(high / step) + 1)
+
+
+def write(text: Text, picture: Any) -> None:
+    """Draw `text` on a PIL picture: a tenth of the time that matplotlib takes, which fits each glyph anew."""
+    from PIL import ImageDraw
+
+    if not (words := text.get_text()) or text.axes is None:
+        return
+    x, y = text.get_transform().transform(text.get_position())
+    across, up = {"left": "l", "center": "m", "right": "r"}, {"top": "a", "center": "m", "bottom": "d", "baseline": "s"}
+    pixels, align = float(text.get_fontsize()) * DPI / 72, text.get_horizontalalignment()
+    how: dict[str, Any] = {"fill": to_hex(text.get_color()), "font": font(round(pixels, 1))}
+    how["anchor"] = across[align] + up[text.get_verticalalignment()]
+    if "\n" in words:
+        how |= {"align": align, "spacing": 0.4 * pixels}
+    ImageDraw.Draw(picture).text((x, picture.height - y), words, **how)
+
+
+@cache
+def font(pixels: float) -> Any:
+    """Matplotlib's own, for PIL."""
+    from PIL import ImageFont
+
+    return ImageFont.truetype(findfont("DejaVu Sans"), pixels)

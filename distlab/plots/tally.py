@@ -68,8 +68,8 @@ class Tally:
             self._add_notes(piece)
             self._add_applies(piece[piece["kind"] == KIND_CODES["apply"]])
             self._add_judged(piece)
-        self.recent.append(rows[-2 * RECENT_ROWS :])
-        while sum(map(len, self.recent[1:])) > 2 * RECENT_ROWS:
+        self.recent.append(rows[-3 * RECENT_ROWS :])
+        while sum(map(len, self.recent[1:])) > 3 * RECENT_ROWS:
             del self.recent[0]
 
     @property
@@ -82,6 +82,9 @@ class Tally:
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Version, time in seconds and training loss: means of so many versions as share a point."""
         some = self._sums[0] > 0
+        last = np.flatnonzero(some)[-1:] * self.per_point
+        if some.sum() > 1 and self.version + 1 < last + self.per_point / 2:  # a mean of so few would jump
+            some[last // self.per_point] = False
         count, loss, version, time_s = self._sums[:, some]
         return version / count, time_s / count, loss / count
 
