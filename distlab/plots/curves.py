@@ -49,7 +49,8 @@ def draw_losses(axes: Axes, runs: Mapping[str, Run], against: str, window: int) 
         axes.plot(history[against][few], smooth[few], color=colour, linestyle=style, marker=mark, label=label)
     if not any(len(run.applies) for run in runs.values()):
         nothing(axes, "no update was applied")
-    axes.set(ylabel=f"training loss (mean of {window})", yscale="log")
+    has_log = all(np.all(~(np.asarray(line.get_ydata(), float) <= 0)) for line in axes.lines)
+    axes.set(ylabel=f"training loss (mean of {window})", yscale="log" if has_log else "linear")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
 
