@@ -481,7 +481,7 @@ def is_there(artist: Artist) -> bool:
 def write(draw: Any, text: Text, height: int) -> None:
     """Write a text as matplotlib would, in a small part of the time."""
     x, y = text.get_transform().transform(text.get_position())
-    size = text.get_fontsize() * DPI / 72
+    size = float(text.get_fontsize()) * DPI / 72
     anchor = {"left": "l", "center": "m", "right": "r"}[text.get_horizontalalignment()]
     anchor += {"top": "a", "center": "m", "bottom": "d", "baseline": "s"}[text.get_verticalalignment()]
     align = text.get_horizontalalignment()

@@ -7,7 +7,7 @@ import numpy as np
 
 from distlab.trace import EVENT, KIND_CODES, KINDS, ROLE_CODES, event, links, name, process_keys, process_name
 
-FAR = 1e300  # where a loss is that is farther: sums must be numbers
+FAR = 1e250  # where a loss is that is farther: sums must be numbers
 BINS = 240  # points of a curve: more versions are put together, two and two
 RECENT_ROWS = 360  # so many rows of the newest past are shown as a timeline
 SAID = ("death", "revive", "join", "leave", "chief", "restore", "drop", "rate")
