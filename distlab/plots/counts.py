@@ -1,6 +1,7 @@
 """Counts: how old gradients are, what became of them, and how many bytes went where."""
 
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 from matplotlib import colormaps
@@ -67,25 +68,44 @@ def plot_staleness(of: Trace | Run, *, num_workers: int | None = None) -> Figure
     ages = rows["version"] - 1 - rows["read"]
     if num_workers is None and isinstance(of, Run) and ages.any():
         num_workers = of.num_workers
-    wide = -(-(int(ages.max()) + 1) // MOST_BARS)  # ages that share a bar
-    values, counts = np.unique(ages // wide, return_counts=True)
-    middles = values * wide + (wide - 1) / 2
-    axes.bar(middles, counts / len(ages), width=0.8 * wide, color=BLUE, label=f"measured, {len(ages):,} gradients")
+    oldest = int(ages.max())
+    wide, middles, shares, expected = by_age(np.bincount(ages), oldest, num_workers or 0)
+    some = shares > 0
+    axes.bar(middles[some], shares[some], width=0.8 * wide, color=BLUE, label=f"measured, {len(ages):,} gradients")
     if wide > 1:
         remark(axes, f"a bar for each {wide} ages")
     axes.axvline(ages.mean(), color=RED, linestyle="--", linewidth=1.2, label=f"mean {ages.mean():.2f}")
-    last = max(int(ages.max()), 4)
-    if num_workers is not None and num_workers > 1:
-        last = max(last, 2 * num_workers)
-        firsts = np.arange(0, last + 1, wide)
-        shares = [staleness_probability(age, num_workers) for age in range(int(firsts[-1]) + wide)]
-        expected = np.add.reduceat(shares, firsts)
+    last = max(oldest, 4)
+    if len(expected):
+        last = max(last, 2 * (num_workers or 0))
         told = f"{num_workers} workers, exponential times"
-        axes.plot(firsts + (wide - 1) / 2, expected, "o-", color=ORANGE, markersize=3, linewidth=1, label=told)
+        axes.plot(middles, expected, "o-", color=ORANGE, markersize=3, linewidth=1, label=told)
     axes.set_xlim(-0.9, last + 0.9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize="small")
     return shown(figure)
+
+
+def by_age(counts: np.ndarray, last: int, num_workers: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """How many ages share a bar, the bars' middles up to age `last` at least, the shares of the gradients of each age
+    counted, and the shares to expect of more than one worker.
+
+    >>> by_age(np.array([1, 2, 1]), last=2, num_workers=1)
+    (1, array([0., 1., 2., 3., 4.]), array([0.25, 0.5 , 0.25, 0.  , 0.  ]), array([], dtype=float64))
+    """
+    last = max(last, 4, 2 * num_workers if num_workers > 1 else 0)
+    wide = -(-(last + 1) // MOST_BARS)
+    firsts = np.arange(0, last + 1, wide)
+    few = np.zeros(len(firsts) * wide)
+    few[: len(counts)] = counts[: len(few)]
+    expected = expected_by_age(len(few), num_workers) if num_workers > 1 else np.zeros(0)
+    shares, expected = few.reshape(-1, wide).sum(1) / max(counts.sum(), 1), expected.reshape(-1, wide).sum(1)
+    return wide, firsts + (wide - 1) / 2, shares, expected
+
+
+@cache
+def expected_by_age(count: int, num_workers: int) -> np.ndarray:
+    return np.array([staleness_probability(age, num_workers) for age in range(count)])
 
 
 @options

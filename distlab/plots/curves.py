@@ -9,6 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from distlab.options import nearest, options
 from distlab.plots.paper import GREY, LINES, blank, named, nothing, remark, shown
+from distlab.plots.tally import FAR
 from distlab.run import Run
 
 MOST_POINTS = 4000  # of a line: more would be drawn over each other
@@ -40,7 +41,7 @@ def plot_loss(runs: Run | Sequence[Run] | Mapping[str, Run], *, against: str = "
 def draw_losses(axes: Axes, runs: Mapping[str, Run], against: str, window: int) -> None:
     for (label, run), (colour, style) in zip(runs.items(), LINES * 9, strict=False):
         history = run.history
-        smooth = history["loss"].rolling(window, min_periods=1).mean()
+        smooth = history["loss"].rolling(window, min_periods=1).mean().clip(-FAR, FAR)
         every = -(-len(history) // MOST_POINTS) or 1
         if every > 1:
             remark(axes, f"a point for each {every} of {len(history):,} updates")
@@ -49,8 +50,8 @@ def draw_losses(axes: Axes, runs: Mapping[str, Run], against: str, window: int) 
         axes.plot(history[against][few], smooth[few], color=colour, linestyle=style, marker=mark, label=label)
     if not any(len(run.applies) for run in runs.values()):
         nothing(axes, "no update was applied")
-    above_0 = all((run.applies["loss"][np.isfinite(run.applies["loss"])] > 0).all() for run in runs.values())
-    axes.set(ylabel=f"training loss (mean of {window})", yscale="log" if above_0 else "linear")
+    has_log = all(np.all(~(np.asarray(line.get_ydata(), float) <= 0)) for line in axes.lines)
+    axes.set(ylabel=f"training loss (mean of {window})", yscale="log" if has_log else "linear")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
 

@@ -2,7 +2,6 @@
 
 import io
 import math
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -11,21 +10,22 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.font_manager import findfont
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.path import Path
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from distlab.options import options
+from distlab.plots.counts import by_age
 from distlab.plots.paper import ACTIVITIES, BLUE, GREEN, GREY, ORANGE, RED, trace_of
-from distlab.plots.tally import Tally, waiting
+from distlab.plots.tally import FAR, Tally, waiting
 from distlab.plots.timeline import places, thin
 from distlab.run import Run
-from distlab.theory import staleness_probability
 from distlab.trace import KIND_CODES, KINDS, Trace
 
 SIZE, DPI = (12.0, 8.2), 80
@@ -33,8 +33,8 @@ ROWS, COLUMNS = (26, 218, 244, 168), (330, 300, 330)  # pixels; the first row is
 MOST_NAMES = 20  # of processes beside a row: of more, every second, third...
 FEW_NAMES = 5  # among more there is room for "w2" only
 MOST_LINKS = 10
-MOST_BARS = 200  # of ages: more are put together
-TINY, HUGE = 1e-200, 1e200  # losses beyond are drawn there
+SECONDS = {1.0: "s", 1e-3: "ms", 1e-6: "µs"}
+BYTES = {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"}
 
 
 @options
@@ -91,8 +91,11 @@ class Overview:
         self._stale: set[FigureBase] = {self.figure}  # of the background
         self._at: list[tuple[float, float]] = []
         self._shown: list[tuple[str, str]] = []
-        self._links: list[str] = []
-        self._span_s, self._final = 0.0, False
+        self._span_s = 0.0
+        self._is_still = False
+        self._ends: dict[str, float] = {}
+        self._ticks: dict[Axes, list[float]] = {}
+        self._widths: dict[str, np.ndarray] = {}
         self._legend_kinds: list[str] = []
         self._set_up(title)
 
@@ -102,10 +105,9 @@ class Overview:
 
     def png(self) -> bytes:
         """The picture as it is now."""
-        from PIL import Image
+        from PIL import Image, ImageDraw
 
         self._refresh()
-        texts = [] if self._final else self._texts
         if self._background is not None:
             self.canvas.restore_region(self._background)
         if self._stale:
@@ -116,27 +118,26 @@ class Overview:
             self._stale = set()
             self._background = self.canvas.copy_from_bbox(self.figure.bbox)
         for artist in self._moving:
-            if artist.axes is not None and artist not in texts:
+            if artist.axes is not None and not isinstance(artist, Text) and is_there(artist):
                 artist.axes.draw_artist(artist)
         told = io.BytesIO()
-        size = self.canvas.get_width_height()
-        picture = Image.frombuffer("RGBA", size, self.canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB")
-        for text in texts:
-            write(text, picture)
+        picture = Image.frombuffer(
+            "RGBA", self.canvas.get_width_height(), self.canvas.buffer_rgba(), "raw", "RGBA", 0, 1
+        ).convert("RGB")
+        draw = ImageDraw.Draw(picture)
+        for artist in self._moving:
+            if isinstance(artist, Text) and artist.get_text():
+                write(draw, artist, picture.height)
         picture.quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(told, "PNG", compress_level=1)
         return told.getvalue()
-
-    @property
-    def _texts(self) -> list[Text]:
-        return [artist for artist in self._moving if isinstance(artist, Text)]
 
     def still(self) -> bytes:
         """The last picture, with the hatches that grey print needs (they cost too much while it moves); from now on the
         figure is an ordinary one."""
-        self._span_s, self._links, self._final = 0.0, [], True
+        self._is_still = True  # and so its limits need leave no room
         self._refresh()
         for kind, bars in self._activities.items():
-            if not thin(bars, self._span_s):
+            if not thin(self._widths[kind], self._span_s):
                 bars.set_hatch(ACTIVITIES[kind][1])
                 bars.set_edgecolor("white" if ACTIVITIES[kind][1] else ACTIVITIES[kind][0])
         self._carried.set(hatch="///", edgecolor="white")
@@ -150,46 +151,44 @@ class Overview:
     def _set_up(self, title: str) -> None:
         grid = self.figure.add_gridspec(4, 3, height_ratios=ROWS, width_ratios=COLUMNS)
         self.figure.suptitle(title, x=0.01, y=0.99, ha="left", fontsize="medium")
-        by_version, ages = self._pane(grid[1, 0], right=26, top=26), self._pane(grid[1, 2], right=20, top=26)
-        by_time = self._pane(grid[1, 1], left=30, right=44, top=26)
-        self._timeline, self._cluster = self._pane(grid[2, :2], right=44), self._pane(grid[2, 2], 10, 10, 20, 4)
-        self._words, self._traffic = (
-            self._pane(grid[3, :2], top=4, bottom=4),
-            self._pane(grid[3, 2], left=90, right=20, top=8),
+        by_version, ages = self._pane(grid[1, 0]), self._pane(grid[1, 2], top=32)
+        by_time = self._pane(grid[1, 1], left=30, right=44)
+        self._timeline, self._cluster = (
+            self._pane(grid[2, :2], left=62, right=44),
+            self._pane(grid[2, 2], 10, 10, 20, 4),
         )
+        self._words, self._traffic = self._pane(grid[3, :2], top=4, bottom=4), self._pane(grid[3, 2], left=90, top=8)
         self._curves = (by_version, by_time)
         self._losses = [self._line(axes, color=BLUE, linewidth=1.4) for axes in self._curves]
         self._judged = [
             self._line(axes, color=ORANGE, marker="o", markersize=4, linestyle="--") for axes in self._curves
         ]
         by_version.set(xlabel="updates applied (version)", ylabel="loss")
-        by_version.yaxis.set_label_coords(-0.19, 0.5)
-        by_time.set(xlabel="time (s)")
-        by_time.tick_params(
-            labelleft=False
-        )  # they share no axis: or each new limit would draw all of the other at once
-        self._rights = by_version.twinx(), by_time.twinx()
+        self._by_score = [axes.twinx() for axes in self._curves]
         self._scores = [
-            self._line(axes, color=GREEN, marker="s", markersize=3, linestyle="-.") for axes in self._rights
+            self._line(axes, color=GREEN, marker="s", markersize=3, linestyle="-.") for axes in self._by_score
         ]
-        for axes in self._rights:
+        for axes in self._by_score:
             axes.set_axis_off()
+            axes.tick_params(labelsize=8, labelright=axes is self._by_score[1])
         self._keys: list[str] = []
         self._point_told = self._text(by_time, 1.0, 1.01, "", ha="right", va="bottom", fontsize=7, color=GREY)
         self._ages = ages
         self._bars = self._boxes(ages, BLUE)
         self._theory = self._line(ages, color=ORANGE, marker="o", markersize=3, linewidth=1)
         self._mean = self._line(ages, color=RED, linestyle="--", linewidth=1.2)
-        self._mean_told = self._text(ages, 1.0, 1.02, "", ha="right", va="bottom", fontsize=8)
+        self._mean_told = self._text(ages, 1.0, 1.01, "", ha="right", va="bottom", fontsize=8)
         ages.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients", ylim=(0, 1.05))
         ages.set_xlim(-0.9, 8.9)
-        for axes, most in ((by_version, 4), (by_time, 4), (ages, 8), (self._timeline, 6), (self._traffic, 4)):
-            axes.xaxis.set_major_locator(MaxNLocator(most, integer=axes in (by_version, ages)))
+        for axes, most in ((by_version, 4), (ages, 8)):
+            axes.xaxis.set_major_locator(MaxNLocator(most, integer=True))
+        for axes, most in ((by_time, 4), (self._timeline, 8), (self._traffic, 4)):
+            axes.xaxis.set_major_locator(MaxNLocator(most))
         by_version.xaxis.set_major_formatter("{x:,.0f}")
         kinds = sorted(ACTIVITIES, key=lambda kind: kind != "wait")
         self._activities = {kind: self._boxes(self._timeline, ACTIVITIES[kind][0]) for kind in kinds}
         self._crosses = self._line(self._timeline, color=RED, marker="x", linestyle="", markersize=7, markeredgewidth=2)
-        self._timeline.set(xlabel="seconds before the newest event", xlim=(-1, 0), yticks=[])
+        self._timeline.set(xlim=(-1, 0), yticks=[])
         self._timeline_told = self._text(self._timeline, 1.0, -0.13, "", ha="right", va="top", fontsize=8, color=GREY)
         self._arrows = LineCollection([], colors="black", animated=True)
         self._heads = self._boxes(self._cluster, "black")
@@ -205,28 +204,31 @@ class Overview:
         self._said = self._text(self._words, 0.0, 0.95, "", va="top", fontsize=8.5, linespacing=1.5)
         self._words.set_axis_off()
         self._carried = self._boxes(self._traffic, ORANGE)
-        self._traffic.set(xlabel="MB sent by link", xlim=(0, 1), yticks=[])
+        self._traffic.set(xlabel="bytes sent by link", xlim=(0, 1), yticks=[])
         self._nothing = self._text(self._traffic, 0.5, 0.5, "nothing so far", ha="center", fontsize=8, color=GREY)
+        self._num_links = 0
         for axes in (by_version, by_time, ages, self._timeline, self._traffic):
             axes.spines[["top", "right"]].set_visible(False)
-        for axes in self._rights:
-            axes.spines[["top", "right"]].set_visible(False)
+        for axes in self._by_score:
+            axes.spines[["top"]].set_visible(False)
 
-    def _pane(self, where: Any, left: int = 62, right: int = 14, top: int = 20, bottom: int = 42) -> Axes:
+    def _pane(self, where: Any, left: int = 62, right: int = 26, top: int = 20, bottom: int = 42) -> Axes:
         """Axes in a part of the picture that is drawn by itself; margins in pixels."""
         pane = self.figure.add_subfigure(where, facecolor="white")
         width, height = pane.bbox.size
         place = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
-        return pane.add_axes(place)
+        axes = pane.add_axes(place)
+        axes.tick_params(labelsize=8)
+        return axes
 
     def _line(self, axes: Axes, **how: Any) -> Line2D:
         (line,) = axes.plot([], [], **how)
         self._moving.append(line)
         return line
 
-    def _boxes(self, axes: Axes, colour: str) -> PolyCollection:
-        bars = PolyCollection([], facecolors=colour, edgecolors=colour, linewidths=0.3)
-        axes.add_collection(bars)
+    def _boxes(self, axes: Axes, colour: str) -> PathCollection:
+        bars = PathCollection([], facecolors=colour, edgecolors=colour, linewidths=0.3)
+        axes.add_collection(bars, autolim=False)
         self._moving.append(bars)
         return bars
 
@@ -254,6 +256,22 @@ class Overview:
             axes.set_xlim(*limits[:2])
             if limits[2:]:
                 axes.set_ylim(*limits[2:])
+            self._stale.add(axes.figure)
+
+    def _room(self, what: str, value: float) -> float:
+        """Up to where an axis goes: some way beyond `value`, so that it need not grow with each picture."""
+        if self._is_still:
+            return 1.03 * value
+        if not 0.3 * (end := self._ends.get(what, 0.0)) < value <= end:
+            self._ends[what] = rounded(value)
+        return self._ends[what]
+
+    def _count_in(self, axes: Axes, most: float, units: Mapping[float, str], label: str) -> None:
+        """Label the horizontal axis in a unit of which there are neither very many nor very few."""
+        scale = next((scale for scale in sorted(units, reverse=True) if scale <= most), min(units))
+        if axes.get_xlabel() != (label := label.format(units[scale])):
+            axes.set_xlabel(label)
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x / scale:.4g}")
             self._stale.add(axes.figure)
 
     def _put_names(self, who: Sequence[str]) -> None:
@@ -287,89 +305,77 @@ class Overview:
         handles = [lines[key] for key in keys]
         self._curves[0].legend(
             handles=handles, labels=keys, ncols=3, frameon=False, fontsize=8, loc="lower left", handlelength=1.5,
-            bbox_to_anchor=(-0.13, 1.03), borderaxespad=0.0, columnspacing=0.8, handletextpad=0.5,
+            bbox_to_anchor=(-0.02, 1.0), borderaxespad=0.0, columnspacing=0.8, handletextpad=0.5,
         )  # fmt: skip
         if self._metric in keys:
-            self._rights[1].set_axis_on()  # one is enough: both have the same limits
+            for axes in self._by_score:
+                axes.set_axis_on()
         self._stale |= {axes.figure for axes in self._curves}
 
     def _draw_curves(self) -> None:
         tally = self.tally
         versions, times, losses = tally.curve
-        judged = sorted((version, *seen) for version, seen in tally.judged.items())
-        for line, xs in zip(self._losses, (versions, times), strict=True):
-            line.set_data(xs, losses)
-        for line, place in zip(self._judged, (0, 1), strict=True):
-            line.set_data([j[place] for j in judged], [j[2] for j in judged])
-        scores = sorted((version, *seen) for version, seen in tally.scores.get(0, {}).items() if math.isfinite(seen[1]))
-        for line, place in zip(self._scores, (0, 1), strict=True):
-            line.set_data([s[place] for s in scores], [s[2] for s in scores])
-        for line in self._losses:
-            line.set_marker("o" if len(losses) == 1 else "")
-        self._put_keys({"training": True, "validation": bool(judged), self._metric: bool(scores)})
-        self._point_told.set_text(f"a point for each {tally.per_point:,} updates" if tally.per_point > 1 else "")
-        ends = (
-            min(rounded(max(tally.version, 1)), 1.02 * max(tally.num_updates, 1)),
-            rounded(tally.now_s) if tally.now_s > 0 else 1.0,
+        judged = np.array(sorted((version, *seen) for version, seen in tally.judged.items())).reshape(-1, 3).T
+        scores = (
+            np.array(sorted((version, *seen) for version, seen in tally.scores.get(0, {}).items())).reshape(-1, 3).T
         )
-        values = np.array([*losses, *(j[2] for j in judged)])
-        scale, bottom, top, ticks = loss_axis(np.clip(values[np.isfinite(values)], -HUGE, HUGE))
-        seen = np.array([s[2] for s in scores])
-        low, high = linear_limits(seen) if ((seen < 0) | (seen > 1)).any() else (0.0, 1.02)
-        for axes, right, end in zip(self._curves, self._rights, ends, strict=True):
-            if axes.get_yscale() != scale:
-                axes.set_yscale(scale)
+        judged[2], scores[2] = finite(judged[2]), finite(scores[2])
+        for i, xs in enumerate((versions, times)):
+            self._losses[i].set(data=(xs, losses), marker="o" if len(xs) == 1 else "")
+            self._judged[i].set_data(judged[i], judged[2])
+            self._scores[i].set_data(scores[i], scores[2])
+        self._put_keys({"training": True, "validation": judged.size > 0, self._metric: scores.size > 0})
+        self._point_told.set_text(f"a point for each {tally.per_point:,} updates" if tally.per_point > 1 else "")
+        ticks = loss_ticks(np.append(losses, judged[2]))
+        score_ticks = around(np.append(scores[2], [0.0, 1.0]) if inside(scores[2]) else scores[2])
+        ends = (
+            min(self._room("versions", max(tally.version, 1)), 1.02 * max(tally.num_updates, 1)),
+            self._room("time", tally.now_s) if tally.now_s > 0 else 1.0,
+        )
+        self._count_in(self._curves[1], ends[1], SECONDS, "time ({})")
+        for axes, by_score, end in zip(self._curves, self._by_score, ends, strict=True):
+            if self._ticks.get(axes) != ticks:
+                self._ticks[axes] = ticks
+                axes.set_yscale("log" if ticks[0] > 0 else "linear")
+                axes.set_yticks(ticks[1:-1], [f"{tick:.4g}" if axes is self._curves[0] else "" for tick in ticks[1:-1]])
                 axes.yaxis.set_minor_locator(NullLocator())
-            if self._limits.get(axes, ())[2:] != (bottom, top):
-                axes.set_yticks(ticks, [plain(tick) for tick in ticks])
-            self._limit(axes, 0, end, bottom, top)
-            self._limit(right, 0, end, low, high)
+            self._limit(axes, 0, end, ticks[0], ticks[-1])
+            self._limit(by_score, 0, end, score_ticks[0], score_ticks[-1] + 0.02 * (score_ticks[-1] - score_ticks[0]))
 
     def _draw_ages(self) -> None:
         counts = self.tally.ages
         total = counts.sum()
         if not total:
             return
-        last = max(int(np.searchsorted(counts.cumsum(), 0.999 * total)), 4)
+        usual = int(np.searchsorted(counts.cumsum(), 0.999 * total))
         mean = float((np.arange(len(counts)) * counts).sum() / total)
-        told, workers = (
-            f"{total:,} gradient{'s' if total > 1 else ''}, mean {mean:.2f}",
-            self.num_workers if mean > 0 else 1,
-        )
-        if workers > 1:
-            last = max(last, 2 * workers)
-            told += f"; o: {workers} workers, exponential times"
-        wide = -(-(last + 1) // MOST_BARS)  # ages that share a bar
-        counts = counts[: last + 1]
-        shares = np.pad(counts, (0, -len(counts) % wide)).reshape(-1, wide).sum(1) / total
-        bars = np.flatnonzero(shares)
-        middles = bars * wide + (wide - 1) / 2
-        self._bars.set_verts(boxes(middles - 0.4 * wide, middles + 0.4 * wide, np.zeros(len(bars)), shares[bars]))
+        num_workers = self.num_workers if mean > 0 else 0
+        wide, middles, shares, expected = by_age(counts, usual, num_workers)
+        some = shares > 0
+        left, right = middles[some] - 0.4 * wide, middles[some] + 0.4 * wide
+        self._bars.set_paths(boxes(left, right, np.zeros(some.sum()), shares[some]))
         self._mean.set_data([mean, mean], [0, 2])
-        top = float(shares.max())
-        if workers > 1:
-            at = np.arange((last + 1) // wide) * wide + (wide - 1) // 2
-            expected = [wide * staleness_probability(int(age), workers) for age in at]
-            self._theory.set_data(at, expected)
-            top = max(top, *expected)
-        self._mean_told.set_text(told if wide == 1 else f"{told}\na bar for each {wide} ages")
-        self._limit(self._ages, -0.9 * wide, (-(-last // 4) * 4) + 0.9, 0, min(rounded(1.05 * top), 1.05))
+        self._theory.set_data(middles[: len(expected)], expected)
+        told = f"{total:,} gradient{'s' if total > 1 else ''}, mean {mean:.2f}"
+        told += f", a bar for each {wide} ages" if wide > 1 else ""
+        told += f"\no: {num_workers} workers, exponential times" if len(expected) else ""
+        self._mean_told.set_text(told)
+        last = max(usual, 4, 2 * num_workers if len(expected) else 0)
+        top = min(self._room("share", 1.05 * max([*shares, *expected])), 1.05)
+        self._limit(self._ages, -0.9, (-(-last // 4) * 4) + 0.9, 0, top)
 
     def _draw_timeline(self, rows: np.ndarray, span_s: float) -> None:
-        if not 0.4 * self._span_s < span_s <= self._span_s:
-            self._span_s = rounded(1.3 * span_s)
+        self._span_s = self._room("span", span_s)
         span_s, now_s = self._span_s, self.tally.now_s
         rows = rows[rows["end_s"] > now_s - span_s]
         for kind, bars in self._activities.items():
             mine = rows[rows["kind"] == KIND_CODES[kind]]
-            if not len(mine):
-                bars.set_verts([])
-                continue
             half = 0.12 if kind == "wait" else 0.36
             y = places(mine, self._names)
             left = np.maximum(mine["start_s"] - now_s, -span_s)
             right = np.minimum(np.maximum(mine["end_s"] - now_s, left + span_s / 400), 0)
-            bars.set_verts(boxes(left, right, y - half, y + half))
+            self._widths[kind] = right - left
+            bars.set_paths(boxes(left, right, y - half, y + half))
         crosses = [
             (row["end_s"] - now_s, self._names.index(f"worker {row['worker']}"))
             for row in rows[rows["kind"] == KIND_CODES["drop"]]
@@ -388,7 +394,8 @@ class Overview:
                 bbox_to_anchor=(-0.01, 0.98), borderaxespad=0.0, columnspacing=1.0,
             )  # fmt: skip
             self._stale.add(self._timeline.figure)
-        self._timeline_told.set_text(f"which was at {now_s:.2f} s")
+        self._timeline_told.set_text(f"which was at {now_s:.2f} s" if now_s >= 0.1 else "")
+        self._count_in(self._timeline, span_s, SECONDS, "{} before the newest event")
         self._limit(self._timeline, -span_s, 0, max(len(self._names), 3) - 0.4, -0.6)
 
     def _draw_cluster(self, rows: np.ndarray, span_s: float) -> None:
@@ -423,28 +430,28 @@ class Overview:
             widths.append(0.5 + 4 * min(share, 1.0))
         self._arrows.set_segments(lines)
         self._arrows.set_linewidth(widths or [1.0])
-        self._heads.set_verts(heads)
+        self._heads.set_paths([Path(head) for head in heads])
 
     def _draw_traffic(self) -> None:
-        links = self.tally.links.most_common()
+        links = self.tally.links
         if not links:
             return
         self._nothing.set_text("")
-        label = {pair: f"{short(pair[0])} → {short(pair[1]) or 'other ranks'}" for pair, _ in links}
-        unit, size = ("MB", 1e6) if links[0][1] >= 1e5 else ("kB", 1e3)
-        if len(self._links) < min(len(links), MOST_LINKS) or self._traffic.get_xlabel()[:2] != unit:
-            self._shown = sorted(pair for pair, _ in links[:MOST_LINKS])
-            self._links = [label[pair] for pair in self._shown]
-            left_out = len(links) - len(self._links)
-            self._traffic.set_yticks(range(len(self._links)), self._links, fontsize=8)
-            self._traffic.set_xlabel(
-                f"{unit} sent by link" + (f" (the {MOST_LINKS} busiest of {len(links)})" if left_out else "")
-            )
+        stay = 1.0 if self._is_still else 1.3  # times as busy is another that takes a place here
+        busy = {pair: -carried * (stay if pair in self._shown else 1.0) for pair, carried in links.items()}
+        shown = sorted(sorted(links, key=lambda pair: (busy[pair], *by_number(pair)))[:MOST_LINKS], key=by_number)
+        if shown != self._shown or len(links) != self._num_links:
+            self._shown, self._num_links = shown, len(links)
+            told = [f"{short(sender)} → {short(receiver) or 'other ranks'}" for sender, receiver in shown]
+            self._traffic.set_yticks(range(len(told)), told, fontsize=8)
             self._stale.add(self._traffic.figure)
-        carried = np.array([self.tally.links[pair] / size for pair in self._shown])
+        carried = np.array([links[pair] for pair in shown], float)
         y = np.arange(len(carried))
-        self._carried.set_verts(boxes(np.zeros(len(carried)), carried, y - 0.38, y + 0.38))
-        self._limit(self._traffic, 0, rounded(max(float(carried.max()), 1e-6)), max(len(carried), 2) - 0.4, -0.6)
+        self._carried.set_paths(boxes(np.zeros(len(carried)), carried, y - 0.38, y + 0.38))
+        left_out = f" (the {MOST_LINKS} busiest of {len(links)})" if len(links) > MOST_LINKS else ""
+        end = self._room("bytes", max(float(carried.max()), 1.0))
+        self._count_in(self._traffic, end, BYTES, "{} sent by link" + left_out)
+        self._limit(self._traffic, 0, end, max(len(carried), 2) - 0.4, -0.6)
 
 
 def busiest(rows: np.ndarray, who: Sequence[str], from_s: float, to_s: float) -> dict[str, tuple[str, float]]:
@@ -459,9 +466,41 @@ def busiest(rows: np.ndarray, who: Sequence[str], from_s: float, to_s: float) ->
     return {label: (kinds[int(line.argmax())], float(line.max())) for label, line in zip(who, sums, strict=True)}
 
 
-def boxes(left: np.ndarray, right: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[np.ndarray]:
-    """The corners of rectangles, each (4, 2)."""
-    return list(np.stack([np.stack([left, right, right, left], 1), np.stack([low, low, high, high], 1)], 2))
+def boxes(left: np.ndarray, right: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[Path]:
+    """Rectangles, as the one path that is drawn fastest."""
+    if not len(left):
+        return []
+    corners = np.stack([np.stack([left, right, right, left, left], 1), np.stack([low, low, high, high, low], 1)], 2)
+    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+    return [Path(corners.reshape(-1, 2), np.tile(codes, len(left)))]
+
+
+def is_there(artist: Artist) -> bool:
+    """Is there anything of it to draw?"""
+    if isinstance(artist, Line2D):
+        return len(np.asarray(artist.get_xdata())) > 0
+    return not isinstance(artist, (PathCollection, LineCollection)) or len(artist.get_paths()) > 0
+
+
+def write(draw: Any, text: Text, height: int) -> None:
+    """Write a text as matplotlib would, in a small part of the time."""
+    x, y = text.get_transform().transform(text.get_position())
+    size = float(text.get_fontsize()) * DPI / 72
+    anchor = {"left": "l", "center": "m", "right": "r"}[text.get_horizontalalignment()]
+    anchor += {"top": "a", "center": "m", "bottom": "d", "baseline": "s"}[text.get_verticalalignment()]
+    align = text.get_horizontalalignment()
+    spacing = 0.35 * size
+    draw.multiline_text(
+        (round(x), round(height - y)), text.get_text(), to_hex(text.get_color()), font(size), anchor, spacing, align
+    )
+
+
+@cache
+def font(size: float) -> Any:
+    """Matplotlib's own, for Pillow."""
+    from PIL import ImageFont
+
+    return ImageFont.truetype(findfont("DejaVu Sans"), size)
 
 
 def positions(who: Sequence[str]) -> list[tuple[float, float]]:
@@ -485,7 +524,7 @@ def beside(x: float, y: float, is_hub: bool, in_circle: bool) -> tuple[float, fl
     """Where the name of a process at this place stands, away from the arrows."""
     if in_circle and (x or y):
         return 1.65 * x, 1.35 * y
-    return x, y + (0.3 if is_hub else -0.3)
+    return x, y + (0.3 if is_hub else -0.37)
 
 
 def spread(count: int) -> list[float]:
@@ -494,9 +533,35 @@ def spread(count: int) -> list[float]:
 
 
 def rounded(value: float) -> float:
-    """The next number of 1, 1.5, 2, 3, 5, 7 times a power of ten."""
+    """The next number of 1, 2, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
-    return next(step * power for step in (1, 1.5, 2, 3, 5, 7, 10) if step * power >= value * (1 - 1e-9))
+    return next((step * power for step in (1, 2, 5) if step * power >= value * (1 - 1e-9)), 10 * power)
+
+
+def finite(values: np.ndarray) -> np.ndarray:
+    """These values where an axis can go; nan where there is none."""
+    return np.clip(np.where(np.isfinite(values), values, np.nan), -FAR, FAR)
+
+
+def inside(values: np.ndarray) -> bool:
+    return not np.any((values < 0) | (values > 1))
+
+
+def loss_ticks(values: np.ndarray) -> list[float]:
+    """The ends of an axis for these losses and the ticks between them: logarithmic, if none is 0 or less."""
+    values = values[np.isfinite(values)]
+    if np.any(values <= 0):
+        return around(values)
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.1, 1.0)
+    bottom, top = 4.0 ** math.floor(math.log(low, 4) - 0.1), 2.0 ** math.ceil(math.log2(high) + 0.2)
+    return [bottom, *log_ticks(bottom, top), top]
+
+
+def around(values: np.ndarray) -> list[float]:
+    """Few round numbers, of which the first and the last have all of these values between them."""
+    values = values[np.isfinite(values)]
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    return [float(tick) for tick in MaxNLocator(5).tick_values(low, high)]
 
 
 def log_ticks(bottom: float, top: float) -> list[float]:
@@ -507,52 +572,11 @@ def log_ticks(bottom: float, top: float) -> list[float]:
     return [tick for tick in ticks if bottom <= tick <= top]
 
 
-def plain(tick: float) -> str:
-    """A number in few letters: "0.05", "1e20"."""
-    return re.sub(r"e\+?(-?)0*", r"e\1", f"{tick:.3g}")
+def by_number(who: Sequence[str]) -> list[tuple[int, str]]:
+    """In this order "worker 2" comes before "worker 10"."""
+    return [(len(name), name) for name in who]
 
 
 def short(who: str) -> str:
     """ "w2" for "worker 2"."""
     return who[:1] + who.partition(" ")[2]
-
-
-def loss_axis(values: np.ndarray) -> tuple[str, float, float, list[float]]:
-    """How an axis shows these losses: scale, limits and ticks. Logarithmic, if all are above 0."""
-    if (values <= 0).any():
-        bottom, top = linear_limits(values)
-        return "linear", bottom, top, [t for t in MaxNLocator(5).tick_values(bottom, top) if bottom <= t <= top]
-    low, high = (max(values.min(), TINY), max(values.max(), TINY)) if len(values) else (0.1, 1.0)
-    bottom, top = 4.0 ** math.floor(math.log(low, 4) - 0.1), 2.0 ** math.ceil(math.log2(high) + 0.2)
-    return "log", bottom, top, log_ticks(bottom, top)
-
-
-def linear_limits(values: np.ndarray) -> tuple[float, float]:
-    """Limits with all of `values` inside, which change seldom as those grow."""
-    low, high = float(values.min()), float(values.max())
-    step = rounded(max(high - low, 1e-3 * max(abs(low), abs(high)), 1e-12)) / 4
-    return step * (math.ceil(low / step) - 1), step * (math.floor(high / step) + 1)
-
-
-def write(text: Text, picture: Any) -> None:
-    """Draw `text` on a PIL picture: a tenth of the time that matplotlib takes, which fits each glyph anew."""
-    from PIL import ImageDraw
-
-    if not (words := text.get_text()) or text.axes is None:
-        return
-    x, y = text.get_transform().transform(text.get_position())
-    across, up = {"left": "l", "center": "m", "right": "r"}, {"top": "a", "center": "m", "bottom": "d", "baseline": "s"}
-    pixels, align = float(text.get_fontsize()) * DPI / 72, text.get_horizontalalignment()
-    how: dict[str, Any] = {"fill": to_hex(text.get_color()), "font": font(round(pixels, 1))}
-    how["anchor"] = across[align] + up[text.get_verticalalignment()]
-    if "\n" in words:
-        how |= {"align": align, "spacing": 0.4 * pixels}
-    ImageDraw.Draw(picture).text((x, picture.height - y), words, **how)
-
-
-@cache
-def font(pixels: float) -> Any:
-    """Matplotlib's own, for PIL."""
-    from PIL import ImageFont
-
-    return ImageFont.truetype(findfont("DejaVu Sans"), pixels)

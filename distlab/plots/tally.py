@@ -7,6 +7,7 @@ import numpy as np
 
 from distlab.trace import EVENT, KIND_CODES, KINDS, ROLE_CODES, event, links, name, process_keys, process_name
 
+FAR = 1e250  # where a loss is that is farther: sums must be numbers
 BINS = 240  # points of a curve: more versions are put together, two and two
 RECENT_ROWS = 360  # so many rows of the newest past are shown as a timeline
 SAID = ("death", "revive", "join", "leave", "chief", "restore", "drop", "rate")
@@ -80,12 +81,11 @@ class Tally:
 
     @property
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Version, time in seconds and training loss: means of so many versions as share a point."""
-        some = self._sums[0] > 0
-        last = np.flatnonzero(some)[-1:] * self.per_point
-        if some.sum() > 1 and self.version + 1 < last + self.per_point / 2:  # a mean of so few would jump
-            some[last // self.per_point] = False
-        count, loss, version, time_s = self._sums[:, some]
+        """Version, time in seconds and training loss: means of versions that share a point."""
+        sums = self._sums[:, self._sums[0] > 0]
+        if sums.shape[1] > 1 and self.version % self.per_point != self.per_point - 1:  # the last has few versions yet
+            sums = np.column_stack([sums[:, :-2], sums[:, -2:].sum(1)])
+        count, loss, version, time_s = sums
         return version / count, time_s / count, loss / count
 
     def window(self) -> tuple[np.ndarray, float]:
@@ -111,7 +111,9 @@ class Tally:
         self.ages = more
         rows = rows[np.isfinite(rows["loss"])]
         bins = self._bins(rows["version"])
-        for line, values in zip(self._sums, (1.0, rows["loss"], rows["version"], rows["end_s"]), strict=True):
+        for line, values in zip(
+            self._sums, (1.0, np.clip(rows["loss"], -FAR, FAR), rows["version"], rows["end_s"]), strict=True
+        ):
             np.add.at(line, bins, np.asarray(values, float))
 
     def _bins(self, versions: np.ndarray) -> np.ndarray:

@@ -11,13 +11,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from distlab.options import options
-from distlab.plots.paper import ACTIVITIES, GREEN, RED, blank, nothing, remark, shown, trace_of, with_rows
+from distlab.plots.paper import ACTIVITIES, GREEN, GREY, RED, blank, nothing, remark, shown, trace_of, with_rows
 from distlab.run import Run
 from distlab.trace import KINDS, ROLE_CODES, Trace
 
 MOST_BOXES = 4000  # of a kind: more would be drawn over each other
 STRETCHES = 200  # of the time, of which shares are drawn where there are too many boxes
 MOST_LINES = 400  # of versions
+MOST_ROWS = 64  # of processes: of more, as many from first to last
 MOST_CROSSES = 60  # side by side on a line: drops between two of them are one
 BINS = 2000
 SHORTEST_S = 1e-6  # stretch of time that is drawn
@@ -41,7 +42,7 @@ def plot_timeline(trace: Trace | Run, *, from_s: float = 0.0, to_s: float | None
     to_s = to_s if to_s is not None else _first_updates(trace, 12, from_s) or SHORTEST_S
     if not to_s > from_s:
         raise ValueError(f"to_s must be after from_s, got {from_s} to {to_s}")
-    figure, axes = blank(8.0, 1.2 + 0.42 * len(trace.who))
+    figure, axes = blank(8.0, 1.2 + 0.42 * min(len(trace.who), MOST_ROWS))
     drawn = draw_timeline(axes, trace, from_s, to_s)
     axes.set_xlabel("time (s)")
     axes.set_title(title, loc="left", fontsize="medium", pad=14)
@@ -78,6 +79,9 @@ def plot_utilization(of: Trace | Run) -> Figure:
     axes.set(xlabel="share of the time", xlim=(0, 1))
     if not drawn:
         nothing(axes, "nothing took any time")
+    elif free.any():
+        drawn.append("idle")
+        axes.barh(range(len(who)), free.mean(1), left=left, color="white", edgecolor=GREY, linewidth=0.6)
     if len(trace) > BINS:
         remark(axes, f"{len(trace):,} events, in {BINS:,} parts of the time")
     draw_activities(figure, drawn)
@@ -102,17 +106,26 @@ def draw_timeline(axes: Axes, trace: Trace, from_s: float, to_s: float) -> list[
         return []
     to_s = max(to_s, from_s + SHORTEST_S)
     rows = trace.rows[(trace.rows["end_s"] >= from_s) & (trace.rows["start_s"] <= to_s)]
+    applies = rows[rows["end_s"] <= to_s]
+    who, said = trace.who, []
+    if len(who) > MOST_ROWS:
+        some = np.linspace(0, len(who) - 1, MOST_ROWS).round().astype(int)
+        rows = rows[np.isin(places(rows, who), some)]
+        said.append(f"{MOST_ROWS} of {len(who)} processes")
+        who = [who[i] for i in some]
     thin_s = (to_s - from_s) / 400  # what is shorter is drawn this wide, or nobody would see it
     if np.bincount(rows["kind"], minlength=1).max() > MOST_BOXES:
-        drawn = _shares(axes, rows, trace.who, np.linspace(from_s, to_s, STRETCHES + 1))
-        remark(axes, f"{len(rows):,} events, put together: heights are shares of the time", 14)
+        drawn = _shares(axes, rows, who, np.linspace(from_s, to_s, STRETCHES + 1))
+        said.append(f"{len(rows):,} events, put together: heights are shares of the time")
     else:
-        drawn = [kind for kind in ACTIVITIES if _bars(axes, rows, trace.who, kind, thin_s)]
-    if _drops(axes, rows, trace.who, (to_s - from_s) / MOST_CROSSES):
+        drawn = [kind for kind in ACTIVITIES if _bars(axes, rows, who, kind, thin_s)]
+    if said:
+        remark(axes, "; ".join(said), 14)
+    if _drops(axes, rows, who, (to_s - from_s) / MOST_CROSSES):
         drawn.append("drop")
-    _versions(axes, rows[(rows["end_s"] >= from_s) & (rows["end_s"] <= to_s)], to_s - from_s)
-    axes.set(xlim=(from_s, to_s), ylim=(max(len(trace.who), 3) - 0.4, -0.6))
-    axes.set_yticks(range(len(trace.who)), trace.who, fontsize="small")
+    _versions(axes, applies, to_s - from_s)
+    axes.set(xlim=(from_s, to_s), ylim=(max(len(who), 3) - 0.4, -0.6))
+    axes.set_yticks(range(len(who)), who, fontsize="small")
     return drawn
 
 
@@ -140,7 +153,7 @@ def _bars(axes: Axes, rows: np.ndarray, who: Sequence[str], kind: str, thin_s: f
     low, high = y - half, y + half
     boxes = np.stack([np.stack([left, right, right, left], 1), np.stack([low, low, high, high], 1)], 2)
     bars = PolyCollection(list(boxes), zorder=1 if kind == "wait" else 2, facecolors=colour, linewidths=0.3)
-    hatch = "" if thin(bars, 400 * thin_s) else hatch
+    hatch = "" if thin(right - left, 400 * thin_s) else hatch
     bars.set(edgecolor="white" if hatch else colour, hatch=hatch)
     axes.add_collection(bars)
     return True
@@ -180,15 +193,14 @@ def time_in(edges: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.diff(since(rows["start_s"]) - since(rows["end_s"]))
 
 
-def thin(bars: PolyCollection, span_s: float) -> bool:
-    """Are most of these rectangles too narrow for a hatch? It would tear them to pieces."""
-    widths = [float(np.ptp(np.asarray(path.vertices)[:, 0])) for path in bars.get_paths()[:MOST_BOXES]]
-    return bool(widths) and float(np.median(widths)) < span_s / 100
+def thin(widths: np.ndarray, span_s: float) -> bool:
+    """Are most rectangles of these widths too narrow for a hatch? It would tear them to pieces."""
+    return len(widths) > 0 and float(np.median(widths)) < span_s / 100
 
 
 def places(rows: np.ndarray, who: Sequence[str]) -> np.ndarray:
     """The line of each row's process."""
-    lines = np.zeros((len(ROLE_CODES), max(int(w.split()[1]) for w in who) + 1))
+    lines = np.zeros((len(ROLE_CODES), max([int(w.split()[1]) for w in who], default=0) + 1))
     for y, (role, index) in enumerate(w.split() for w in who):
         lines[ROLE_CODES[role], int(index)] = y
     return lines[rows["role"], rows["index"]]
@@ -199,13 +211,16 @@ def _drops(axes: Axes, rows: np.ndarray, who: Sequence[str], apart_s: float) -> 
     mine = rows[rows["kind"] == KINDS.index("drop")]
     keys = mine["worker"].astype(np.int64) << 40 | np.floor(mine["end_s"] / apart_s).astype(np.int64)
     few = mine[np.sort(np.unique(keys, return_index=True)[1])] if len(mine) > MOST_CROSSES else mine
-    places = [who.index(f"worker {worker}") for worker in few["worker"]]
     size = 7 if len(few) == len(mine) else 4
+    few = few[[f"worker {worker}" in who for worker in few["worker"]]] if len(few) else few
+    places = [who.index(f"worker {worker}") for worker in few["worker"]]
     axes.plot(few["end_s"], places, "x", color=RED, markersize=size, markeredgewidth=2 * size / 7)
     return bool(len(mine))
 
 
 def _patch(kind: str) -> Artist:
+    if kind == "idle":
+        return Patch(facecolor="white", edgecolor=GREY, label=kind)
     if kind == "drop":
         return Line2D([], [], color=RED, marker="x", linestyle="", markeredgewidth=2, label="dropped")
     colour, hatch = ACTIVITIES[kind]
