@@ -27,7 +27,7 @@ from distlab.plots.paper import (
     trace_of,
     with_rows,
 )
-from distlab.reports import ledger
+from distlab.reports.ledger import ledger
 from distlab.run import Run
 from distlab.theory import staleness_probability
 from distlab.trace import ROLES, Trace, links
