@@ -139,6 +139,13 @@ def test_curve_of_a_run_without_end_keeps_its_points_and_its_means():
     assert (versions[0], versions[-1]) == (pytest.approx(16), pytest.approx(4992.5, abs=36))
 
 
+def test_last_point_of_a_curve_is_a_mean_of_no_fewer_versions_than_the_others():
+    tally = Tally(num_updates=1000)
+    tally.add(np.concatenate([row("apply", ("server", 0), version=v, end_s=v, loss=v) for v in range(1, 482)]))
+    assert tally.per_point == 4
+    assert tally.curve[0][-2:].tolist() == [473.5, 478.5]  # 472 to 475, 476 to 481
+
+
 def test_picture_drawn_in_panes_is_the_one_drawn_at_once():
     view = Overview(400, 3)
     for piece in np.array_split(simulated(dl.AsyncPS(), num_updates=400).trace.rows, 9):

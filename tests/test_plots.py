@@ -362,3 +362,99 @@ def test_nothing_to_draw_is_said(plot):
         plot(Trace(np.zeros(0, EVENT)))
     with pytest.raises(TypeError, match="this takes a run or a trace"):
         plot([1, 2])
+
+
+def with_losses(losses: list[float]) -> dl.Run:
+    run = short(dl.AsyncPS(), 2, len(losses))
+    rows = run.trace.rows.copy()
+    rows["loss"][rows["kind"] == KINDS.index("apply")] = losses
+    return replace(run, trace=Trace(rows))
+
+
+LOSSES = {
+    "diverging": ([1.0, 1e22, 1e40, 1e300], "log"),
+    "infinite": ([1.0, 1e20, np.inf, np.nan], "log"),
+    "no number": ([np.nan] * 4, "log"),
+    "negative": ([1.0, 0.5, -0.5, -2.0], "linear"),
+    "zero": ([0.0] * 4, "linear"),
+    "far below": ([-1.0, -1e22, -1e40, -1e300], "linear"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("picture", ["overview", "loss", "comparison"])
+@pytest.mark.parametrize("case", LOSSES)
+def test_losses_of_every_size_are_drawn(case, picture):
+    losses, scale = LOSSES[case]
+    figure = PICTURES[picture](with_losses(losses))
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    low, high = axes.get_ylim()
+    drawn = np.asarray(axes.lines[0].get_ydata(), float)
+    drawn = drawn[np.isfinite(drawn)]
+    assert axes.get_yscale() == scale
+    assert len(drawn) == np.isfinite(losses).sum() or picture != "overview"
+    assert np.all((low <= drawn) & (drawn <= high))
+
+
+def test_overview_of_one_update_has_a_mark():
+    assert plots.plot_overview(short(dl.AsyncPS(), 1, 1)).axes[0].lines[0].get_marker() == "o"
+
+
+def test_overview_has_all_ages_below_its_axis():
+    rows = short(dl.AsyncPS(), 4, 100).trace.rows.copy()
+    applied = rows["kind"] == KINDS.index("apply")
+    rows["read"][applied] = rows["version"][applied] - 1 - np.arange(applied.sum()) * 5
+    axes = next(axes for axes in plots.plot_overview(Trace(rows)).axes if "share of" in axes.get_ylabel())
+    bars = axes.collections[0].get_paths()[0].vertices
+    assert bars[:, 0].max() == pytest.approx(495, abs=4)
+    assert bars[:, 1].max() < axes.get_ylim()[1] < 5 * bars[:, 1].max()
+    assert axes.get_xlim()[1] > 495
+
+
+def scored(scores: list[float]) -> list:
+    """The axes of an overview that have these values of a metric."""
+    rows = np.concatenate([short(dl.AsyncPS(), 2, 9).trace.rows, np.zeros(len(scores), EVENT)])
+    new = rows[-len(scores) :]
+    new["kind"], new["version"], new["loss"] = KINDS.index("metric"), np.arange(len(scores)) + 1, scores
+    new["role"], new["end_s"] = rows["role"][0], new["version"] / 10
+    figure = plots.plot_overview(Trace(rows))
+    return [axes for axes in figure.axes for line in axes.lines if line.get_marker() == "s"]
+
+
+@pytest.mark.parametrize(("scores", "low", "high"), [([0.1, 0.9], 0.0, 1.02), ([-3.0, 40.0], -10.0, 41.0)])
+def test_metric_is_drawn_against_updates_and_time_on_an_axis_it_fits(scores, low, high):
+    by_version, by_time = scored(scores)
+    assert by_version.lines[0].get_xdata().tolist() == [1, 2]
+    assert by_time.lines[0].get_xdata().tolist() != [1, 2]
+    for axes in (by_version, by_time):
+        assert axes.lines[0].get_ydata().tolist() == scores
+        assert axes.get_ylim() == (pytest.approx(low), pytest.approx(high))
+
+
+def test_overview_counts_in_units_of_which_there_are_neither_many_nor_few():
+    figure = plots.plot_overview(short(dl.AsyncPS(), 2, 3))
+    labels = [axes.get_xlabel() for axes in figure.axes]
+    assert "time (ms)" in labels
+    assert any(label.endswith("B sent by link") and not label.startswith("MB") for label in labels)
+
+
+def test_overview_says_which_links_it_shows():
+    figure = plots.plot_overview(short(dl.AsyncPS(), 12, 30))
+    axes = next(axes for axes in figure.axes if "sent by link" in axes.get_xlabel())
+    assert "(the 10 busiest of 24)" in axes.get_xlabel()
+    assert len(axes.get_yticks()) == 10
+
+
+def test_timeline_of_a_crowd_has_64_rows_and_says_so():
+    figure = plots.plot_timeline(short(dl.AsyncPS(), 100, 120))
+    assert len(figure.axes[0].get_yticks()) == 64
+    assert figure.get_size_inches()[1] < 30
+    assert "64 of 101 processes" in told(figure)
+
+
+def test_idle_time_is_drawn(slow_one):
+    figure = plots.plot_utilization(slow_one)
+    assert legend(figure)[-1] == "idle"
+    for place in range(len(slow_one.trace.who)):
+        assert sum(bars.patches[place].get_width() for bars in figure.axes[0].containers) == pytest.approx(1)
