@@ -1,8 +1,10 @@
 """The dashboard of a live run and the picture in it, without a browser."""
 
 import asyncio
+import base64
 import io
 import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from toys import Watched
+from toys import Watched, spoiled
 
 import distlab as dl
 from distlab import plots
@@ -356,10 +358,6 @@ class Cell:
     def update(self, what) -> None:
         self.shown.append(what)
 
-    @property
-    def pictures(self) -> list:
-        return [what for what in self.shown if isinstance(what, dashboard.Image)]
-
 
 def test_cell_that_is_run_again_lets_go_of_its_run(monkeypatch):
     cell = Cell(monkeypatch)
@@ -384,9 +382,22 @@ def test_finished_run_is_shown_before_its_cell_ends(monkeypatch):
     live = dl.start(TASK, dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=10)
     live.wait()
     live.dashboard()
-    assert cell.pictures[-1].data == live._dashboards[0].png
+    picture, log = cell.shown
+    assert base64.b64decode(picture["image/png"]) == live._dashboards[0].png
+    assert not any("widget" in kind for kind in picture)
+    assert log.data == ""
     assert live._dashboards[0].view.tally.version == 10
     live.wait()
+
+
+def test_run_that_failed_is_shown_with_its_error_once(monkeypatch):
+    cell = Cell(monkeypatch)
+    live = dl.start(spoiled(math.nan), dl.AsyncPS(), dl.SimulatedCluster(2), num_updates=1000)
+    with pytest.raises(dl.NonFiniteLoss):
+        live.wait()
+    live.dashboard()
+    assert cell.shown[1].data.count("Traceback") == 1
+    assert cell.shown[1].data.index("NonFiniteLoss") < cell.shown[1].data.index("Traceback")
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -436,10 +447,12 @@ def test_real_run_pauses_and_plays():
         board.start()
         until(lambda: board.view.tally.version > 5)
         press(board, "Pause")
-        until(lambda: live.paused)
+        until(obeyed)
+        assert live.paused
         here = live.version
         press(board, "Step")
-        until(lambda: live.version > here)
+        until(obeyed)
+        assert live.version > here
         until(lambda: board._status.value.startswith("<b>paused</b>"))
         press(board, "Play")
         until(lambda: live.version > here + 20)
@@ -458,6 +471,11 @@ def test_impossible_order_is_told_and_the_picture_goes_on():
     live.wait()
     board.finish()
     assert board.view.tally.version == 50
+
+
+def obeyed() -> bool:
+    """Has every order come to its end?"""
+    return not any(thread.name == "distlab-order" for thread in threading.enumerate())
 
 
 def press(board: Dashboard, name: str) -> None:

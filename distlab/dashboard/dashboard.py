@@ -71,15 +71,15 @@ class Dashboard:
     def show(self) -> None:
         """Put it below the cell that runs, and begin."""
         self._take_cell()
-        self._live and self._look(self._live)
-        self._image.value = self.view.png()
+        has_ended = self._live is not None and self._look(self._live)
+        self._image.value = self.view.still() if has_ended else self.view.png()
         bundle = {"text/plain": self.view.title, "image/png": base64.b64encode(self._image.value).decode()}
-        if not headless():
+        if not (has_ended or headless()):
             bundle |= self.box._repr_mimebundle_()
         self._box_shown = display(bundle, raw=True, display_id=True)
         self._log_shown = display(HTML(self._log_html), display_id=True)
-        if self._live is not None and self._live.state == "ended":
-            self._run()
+        if has_ended:
+            self._live = None
         else:
             self.start()
 
@@ -207,6 +207,7 @@ class Dashboard:
                 self._close()
         except Exception:
             self._say(traceback.format_exc())
+        self._live = None  # a picture needs no run
 
     def _look(self, live: "LiveRun") -> bool:
         """Take in what is new. True if the run has ended: then nothing more will come."""
