@@ -67,9 +67,11 @@ def padded():
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """A private JupyterLab with a browser beside it (see browser.py); skips where there is no browser."""
+    """A private JupyterLab with a browser beside it (see browser.py); skips where there is no browser.
+
+    No longer than a module: while Playwright is there, the event loop of this thread is its own."""
     if why := browser.absent():
         pytest.skip(why)
     with browser.start_lab(tmp_path_factory.mktemp("lab")) as running:
