@@ -11,7 +11,7 @@ from toys import countdown, regression
 
 import distlab as dl
 from distlab import plots
-from distlab.plots import plot_timeline
+from distlab.plots import overview, plot_timeline
 from distlab.trace import EVENT, KINDS, Trace
 
 ROOT = Path(__file__).parents[1]
@@ -443,7 +443,21 @@ def test_overview_says_which_links_it_shows():
     figure = plots.plot_overview(short(dl.AsyncPS(), 12, 30))
     axes = next(axes for axes in figure.axes if "sent by link" in axes.get_xlabel())
     assert "(the 10 busiest of 24)" in axes.get_xlabel()
-    assert len(axes.get_yticks()) == 10
+    named = [tick.get_text().split(" → ") for tick in axes.get_yticklabels()]
+    assert len(named) == 10
+    assert sorted(named) == sorted([receiver, sender] for sender, receiver in named), "there and back"
+
+
+@pytest.mark.parametrize("num_workers", [3, 8, 9, 20, 64, 300])
+def test_circles_of_a_cluster_of_any_size_do_not_lie_on_one_another(num_workers):
+    view = overview.Overview(1)
+    view._put_names(["server 0", *(f"worker {i}" for i in range(num_workers))])
+    view.figure.draw_without_rendering()
+    at = view._cluster.transData.transform(view._nodes.get_offsets())
+    apart = np.hypot(*(at[:, None] - at[None]).T) + 1e9 * np.eye(len(at))
+    diameter = np.sqrt(view._nodes.get_sizes()[0]) * view.figure.dpi / 72
+    assert diameter <= apart.min()
+    assert diameter >= min(20, 0.4 * apart.min()), "they can be seen"
 
 
 def test_timeline_of_a_crowd_has_64_rows_and_says_so():

@@ -33,6 +33,7 @@ ROWS, COLUMNS = (26, 218, 244, 168), (330, 300, 330)  # pixels; the first row is
 MOST_NAMES = 20  # of processes beside a row: of more, every second, third...
 FEW_NAMES = 5  # among more there is room for "w2" only
 MOST_LINKS = 10
+STEPS = (1, 2, 5, 10)  # of ticks
 SECONDS = {1.0: "s", 1e-3: "ms", 1e-6: "µs"}
 BYTES = {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"}
 
@@ -168,9 +169,10 @@ class Overview:
         self._scores = [
             self._line(axes, color=GREEN, marker="s", markersize=3, linestyle="-.") for axes in self._by_score
         ]
+        by_version.yaxis.set_label_coords(-0.17, 0.5)  # whatever the ticks' names
         for axes in self._by_score:
             axes.set_axis_off()
-            axes.tick_params(labelsize=8, labelright=axes is self._by_score[1])
+            axes.tick_params(labelsize=8, right=axes is self._by_score[1], labelright=axes is self._by_score[1])
         self._keys: list[str] = []
         self._point_told = self._text(by_time, 1.0, 1.01, "", ha="right", va="bottom", fontsize=7, color=GREY)
         self._ages = ages
@@ -181,9 +183,9 @@ class Overview:
         ages.set(xlabel="staleness (updates between read and apply)", ylabel="share of gradients", ylim=(0, 1.05))
         ages.set_xlim(-0.9, 8.9)
         for axes, most in ((by_version, 4), (ages, 8)):
-            axes.xaxis.set_major_locator(MaxNLocator(most, integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(most, integer=True, steps=STEPS))
         for axes, most in ((by_time, 4), (self._timeline, 8), (self._traffic, 4)):
-            axes.xaxis.set_major_locator(MaxNLocator(most))
+            axes.xaxis.set_major_locator(MaxNLocator(most, steps=STEPS))
         by_version.xaxis.set_major_formatter("{x:,.0f}")
         kinds = sorted(ACTIVITIES, key=lambda kind: kind != "wait")
         self._activities = {kind: self._boxes(self._timeline, ACTIVITIES[kind][0]) for kind in kinds}
@@ -210,7 +212,8 @@ class Overview:
         for axes in (by_version, by_time, ages, self._timeline, self._traffic):
             axes.spines[["top", "right"]].set_visible(False)
         for axes in self._by_score:
-            axes.spines[["top"]].set_visible(False)
+            axes.spines[["top", "right"]].set_visible(axes is self._by_score[1])
+            axes.spines["top"].set_visible(False)
 
     def _pane(self, where: Any, left: int = 62, right: int = 26, top: int = 20, bottom: int = 42) -> Axes:
         """Axes in a part of the picture that is drawn by itself; margins in pixels."""
@@ -294,7 +297,8 @@ class Overview:
                 self._shares.append(told)
                 self._moving.append(told)
         self._nodes.set_offsets(self._at)
-        self._nodes.set_sizes([min(420.0, 2400.0 / max(len(who), 1))])
+        apart = np.hypot(*np.diff(np.array(self._at), axis=0).T)  # neighbours
+        self._nodes.set_sizes([min(420.0, 4200.0 * float(apart.min(initial=1.0)) ** 2)])
 
     def _put_keys(self, seen: Mapping[str, bool]) -> None:
         """The legend of the curves: only what is there."""
@@ -337,7 +341,7 @@ class Overview:
             if self._ticks.get(axes) != ticks:
                 self._ticks[axes] = ticks
                 axes.set_yscale("log" if ticks[0] > 0 else "linear")
-                axes.set_yticks(ticks[1:-1], [f"{tick:.4g}" if axes is self._curves[0] else "" for tick in ticks[1:-1]])
+                axes.set_yticks(ticks[1:-1], [brief(tick) if axes is self._curves[0] else "" for tick in ticks[1:-1]])
                 axes.yaxis.set_minor_locator(NullLocator())
             self._limit(axes, 0, end, ticks[0], ticks[-1])
             self._limit(by_score, 0, end, score_ticks[0], score_ticks[-1] + 0.02 * (score_ticks[-1] - score_ticks[0]))
@@ -355,10 +359,14 @@ class Overview:
         left, right = middles[some] - 0.4 * wide, middles[some] + 0.4 * wide
         self._bars.set_paths(boxes(left, right, np.zeros(some.sum()), shares[some]))
         self._mean.set_data([mean, mean], [0, 2])
-        self._theory.set_data(middles[: len(expected)], expected)
+        self._theory.set(data=(middles[: len(expected)], expected), marker="o" if len(expected) <= 50 else "")
         told = f"{total:,} gradient{'s' if total > 1 else ''}, mean {mean:.2f}"
         told += f", a bar for each {wide} ages" if wide > 1 else ""
-        told += f"\no: {num_workers} workers, exponential times" if len(expected) else ""
+        told += (
+            f"\n{'o' if len(expected) <= 50 else 'line'}: {num_workers} workers, exponential times"
+            if len(expected)
+            else ""
+        )
         self._mean_told.set_text(told)
         last = max(usual, 4, 2 * num_workers if len(expected) else 0)
         top = min(self._room("share", 1.05 * max([*shares, *expected])), 1.05)
@@ -438,8 +446,13 @@ class Overview:
             return
         self._nothing.set_text("")
         stay = 1.0 if self._is_still else 1.3  # times as busy is another that takes a place here
-        busy = {pair: -carried * (stay if pair in self._shown else 1.0) for pair, carried in links.items()}
-        shown = sorted(sorted(links, key=lambda pair: (busy[pair], *by_number(pair)))[:MOST_LINKS], key=by_number)
+        busy: dict[
+            tuple[str, str], float
+        ] = {}  # there and back together, so that a link is not shown without its other
+        for pair, sent in links.items():
+            busy[both(pair)] = busy.get(both(pair), 0.0) - sent * (stay if pair in self._shown else 1.0)
+        order = sorted(links, key=lambda pair: (busy[both(pair)], by_number(both(pair)), by_number(pair)))
+        shown = sorted(order[:MOST_LINKS], key=by_number)
         if shown != self._shown or len(links) != self._num_links:
             self._shown, self._num_links = shown, len(links)
             told = [f"{short(sender)} → {short(receiver) or 'other ranks'}" for sender, receiver in shown]
@@ -508,12 +521,13 @@ def positions(who: Sequence[str]) -> list[tuple[float, float]]:
     hubs = [w for w in who if w.startswith(("server", "client"))]
     others = [w for w in who if w not in hubs]
     if hubs:
-        rows = -(-len(others) // 8)
+        wide = max(8, math.ceil(math.sqrt(2 * len(others))))
+        rows = -(-len(others) // wide)
         result = [(x, 0.9) for x in spread(len(hubs))]
         for i in range(len(others)):
-            line, column = divmod(i, 8)
-            mine = min(8, len(others) - 8 * line)
-            result.append((spread(mine)[column], -0.9 + (0.9 * line / max(rows - 1, 1) if rows > 1 else 0.0)))
+            line, column = divmod(i, wide)
+            x = spread(wide if rows > 1 else len(others))[column]
+            result.append((x, (0.4 - 1.3 * line / (rows - 1)) if rows > 1 else -0.9))
         return result
     turns = np.linspace(0, 2 * np.pi, len(others), endpoint=False)
     far = 0.0 if len(others) == 1 else 0.9
@@ -561,7 +575,7 @@ def around(values: np.ndarray) -> list[float]:
     """Few round numbers, of which the first and the last have all of these values between them."""
     values = values[np.isfinite(values)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    return [float(tick) for tick in MaxNLocator(5).tick_values(low, high)]
+    return [float(tick) for tick in MaxNLocator(5, steps=STEPS).tick_values(low, high)]
 
 
 def log_ticks(bottom: float, top: float) -> list[float]:
@@ -572,9 +586,20 @@ def log_ticks(bottom: float, top: float) -> list[float]:
     return [tick for tick in ticks if bottom <= tick <= top]
 
 
+def brief(tick: float) -> str:
+    """ "1e209" for 1e+209."""
+    return f"{tick:.4g}".replace("e+", "e")
+
+
 def by_number(who: Sequence[str]) -> list[tuple[int, str]]:
     """In this order "worker 2" comes before "worker 10"."""
     return [(len(name), name) for name in who]
+
+
+def both(pair: tuple[str, str]) -> tuple[str, str]:
+    """The same for a link and its other direction."""
+    first, second = sorted(pair, key=lambda name: (len(name), name))
+    return first, second
 
 
 def short(who: str) -> str:
