@@ -5,7 +5,10 @@ should differ only where its results do, or every build would grow the repositor
 cell ids by position, no widget state, no times of day, no process ids or folders of the machine it ran on, few
 colours, and nothing is executed while the source is the one that the notebook was built from.
 
-    python lessons/build.py [--force] [03 ...]
+What is simulated comes out the same to the byte; cells whose outputs depend on real processes or real time are tagged
+"real". --check executes lessons anew, writes nothing, and names every other cell whose outputs have changed.
+
+    python lessons/build.py [--force | --check] [03 ...]
 """
 
 import asyncio
@@ -110,15 +113,20 @@ def in_64_colours(png: str) -> str:
     return base64.b64encode(smaller.getvalue()).decode()
 
 
-def build(source: Path, folder: Path = LESSONS) -> Path:
-    """Execute `source` and write its notebook into `folder`, or leave what is there and say what is wrong."""
+def written(source: Path) -> str:
+    """The notebook's text as it is kept."""
     try:
         text = nbformat.writes(execute(source)) + "\n"
     except CellExecutionError as error:
         raise click.ClickException(f"{source.name}: a cell failed\n{error}") from error
     text = text.replace(f"{LESSONS.parent}/", "").replace(f"{Path.home()}/", "~/")
     text = re.sub(r"\(pid \d+\)", "(pid ...)", text)
-    text = re.sub(r"[\w/.-]*/ipykernel_\d+/\d+\.py", "<cell>", text)  # where warnings say a cell's code lies
+    return re.sub(r"[\w/.-]*/ipykernel_\d+/\d+\.py", "<cell>", text)  # where warnings say a cell's code lies
+
+
+def build(source: Path, folder: Path = LESSONS) -> Path:
+    """Execute `source` and write its notebook into `folder`, or leave what is there and say what is wrong."""
+    text = written(source)
     if (size := len(text.encode())) > LIMIT_BYTES:
         raise click.ClickException(f"{source.name} became {size:,} bytes, over {LIMIT_BYTES:,}: show less")
     target = folder / f"{source.stem}.ipynb"
@@ -126,15 +134,36 @@ def build(source: Path, folder: Path = LESSONS) -> Path:
     return target
 
 
+def changed(source: Path, notebook: Path) -> list[str]:
+    """The code of cells that are not tagged "real", and yet have other outputs than in `notebook` when run anew."""
+    before, after = nbformat.read(notebook, as_version=4).cells, nbformat.reads(written(source), as_version=4).cells
+    return [
+        new.source
+        for old, new in zip(before, after, strict=True)
+        if old.get("outputs") != new.get("outputs") and "real" not in new.metadata.get("tags", ())
+    ]
+
+
 @click.command()
 @click.argument("names", nargs=-1)
 @click.option("--force", is_flag=True, help="Execute also what has not changed.")
-def main(names: tuple[str, ...], force: bool) -> None:
+@click.option("--check", is_flag=True, help="Write nothing: does what is simulated come out as it was?")
+def main(names: tuple[str, ...], force: bool, check: bool) -> None:
     """Build the lessons whose source changed: all of them, or those that begin with one of NAMES."""
+    differ = False
     for source in sorted((LESSONS / "source").glob("[0-9][0-9]_*.py")):
-        if source.name.startswith(names or ("",)):
-            unchanged = not force and is_current(source, LESSONS / f"{source.stem}.ipynb")
+        if not source.name.startswith(names or ("",)):
+            continue
+        notebook = LESSONS / f"{source.stem}.ipynb"
+        if check:
+            cells = changed(source, notebook)
+            differ |= bool(cells)
+            click.echo("\n".join([f"{source.stem}: {len(cells)} simulated cells differ", *cells]))
+        else:
+            unchanged = not force and is_current(source, notebook)
             click.echo(f"{source.stem}: unchanged" if unchanged else f"built {build(source).name}")
+    if differ:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -173,8 +173,10 @@ def test_floors_0_to_5_are_at_most_8000_lines_of_code():
     assert lines([m for m in core() if floor(m) <= 5]) <= 8000
 
 
-def test_package_is_at_most_12000_lines_of_code():
-    assert 500 < lines(list(modules())) <= 12000
+def test_package_is_at_most_12000_lines_of_code_and_each_exercise_100():
+    of_lessons = [module for module in modules() if room(module) == "exercises"]
+    assert 500 < lines([module for module in modules() if module not in of_lessons]) <= 12000
+    assert not {module: n for module in of_lessons if (n := lines([module])) > 100 and not module.endswith("pictures")}
 
 
 def test_bare_make_lists_every_target_and_does_nothing_else(tmp_path):

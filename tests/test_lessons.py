@@ -2,20 +2,20 @@
 
 import importlib.util
 import re
-import runpy
 from functools import cache
 from pathlib import Path
 
+import jupytext
 import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-from distlab.exercises import pictures, who_applies
+from distlab.exercises import pictures
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {path.stem: path for path in sorted((ROOT / "lessons" / "source").glob("*.py"))}
-#: What the cell tagged "parameters" holds in a test: every lesson has one.
-SMALL = {"03_who_applies_the_update": "num_updates, worker_counts = 40, (1, 2)"}
+#: A number that somebody typed: it has a unit, and so it was measured or published, or is a parameter.
+TYPED = re.compile(r"\d[\d,.]*[\s*_]*(?:%|per cent|percent|[mµn]?s\b|sec|[kMG]?B\b|bytes|[MG]?bits?\b|×|times\b|-fold)")
 
 each_lesson = pytest.mark.parametrize("name", SOURCES)
 
@@ -45,6 +45,17 @@ def code(name: str) -> list:
 
 def outputs(name: str) -> list:
     return [output for cell in code(name) for output in cell.outputs]
+
+
+@cache
+def source_cells(name: str) -> list:
+    return jupytext.read(SOURCES[name], fmt="py:percent").cells
+
+
+def small(name: str) -> str:
+    """What takes the place of the cell tagged "parameters" in a test: it stands beside that cell's tags."""
+    (cell,) = [cell for cell in source_cells(name) if "parameters" in cell.metadata.get("tags", ())]
+    return cell.metadata["small"]
 
 
 def prose(name: str) -> str:
@@ -105,6 +116,24 @@ def test_lesson_keeps_the_frame(name):
 
 
 @each_lesson
+def test_no_number_in_prose_was_typed_without_a_reason(name):
+    for cell in source_cells(name):
+        typed = TYPED.findall(cell.source) if cell.cell_type == "markdown" else []
+        reason = cell.metadata.get("numbers", "")
+        assert bool(typed) == bool(reason), f"{typed}, reason {reason!r}, in\n{cell.source}"
+
+
+@pytest.mark.parametrize("words", ["5 ms", "**3** %", "1.5 MB", "3 times", "12,000 bytes", "4×", "0.2 s.", "10 Gbit/s"])
+def test_numbers_with_units_are_found(words):
+    assert TYPED.search(f"It took {words} then")
+
+
+@pytest.mark.parametrize("words", ["3 workers", "version 41", "Chen et al. 2016", "step 5 starts", "section 3.3"])
+def test_numbers_without_units_may_be_typed(words):
+    assert not TYPED.search(f"It is {words} then")
+
+
+@each_lesson
 def test_links_of_a_lesson_lead_somewhere(name):
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", prose(name))
     assert f"solutions/{name}.py" in links
@@ -113,9 +142,9 @@ def test_links_of_a_lesson_lead_somewhere(name):
 
 @each_lesson
 def test_lesson_runs_with_small_parameters(name):
-    small = build.execute(SOURCES[name], SMALL[name])
-    assert SMALL[name] in [cell.source for cell in small.cells], "no cell is tagged parameters"
-    assert [c.execution_count for c in small.cells if c.cell_type == "code"] == list(range(1, len(code(name)) + 1))
+    executed = build.execute(SOURCES[name], small(name))
+    assert small(name) in [cell.source for cell in executed.cells]
+    assert [c.execution_count for c in executed.cells if c.cell_type == "code"] == list(range(1, len(code(name)) + 1))
 
 
 def test_build_notices_an_exception_behind_a_slider(tmp_path):
@@ -154,7 +183,7 @@ def lines(figure) -> dict:
 
 
 def test_guess_is_drawn_beside_measurement_and_closed_form():
-    figure = pictures.by_workers({"it": {1: 1.0, 2: 0.6}}, {"1/P": lambda p: 1 / p}, ylabel="share", guess=0.8)
+    figure = pictures.against({"it": {1: 1.0, 2: 0.6}}, {"1/P": lambda p: 1 / p}, ylabel="share", guess=0.8)
     drawn = lines(figure)
     assert drawn["your guess"] == [[4, 0.8]]
     assert drawn["it, measured"] == [[1, 1.0], [2, 0.6]]
@@ -162,12 +191,12 @@ def test_guess_is_drawn_beside_measurement_and_closed_form():
 
 
 def test_no_guess_draws_none():
-    assert "your guess" not in lines(pictures.by_workers({"it": {1: 1.0}}, {}, ylabel="share", guess=None))
+    assert "your guess" not in lines(pictures.against({"it": {1: 1.0}}, {}, ylabel="share", guess=None))
 
 
 def test_guess_in_words_is_refused_where_a_number_belongs():
     with pytest.raises(TypeError, match="a guess is a number, or None for no guess; got 'half'"):
-        pictures.by_workers({"it": {1: 1.0}}, {}, ylabel="share", guess="half")
+        pictures.against({"it": {1: 1.0}}, {}, ylabel="share", guess="half")
 
 
 def test_space_time_picture_numbers_five_events_and_leaves_one_open():
@@ -175,63 +204,33 @@ def test_space_time_picture_numbers_five_events_and_leaves_one_open():
     assert [texts.count(number) for number in "①②③④⑤"] == [1, 1, 1, 2, 1]
 
 
-def attempt(send, serve):
-    return who_applies.check(send, serve).outcome, who_applies.check(send, serve).why
+def test_bars_hold_measurement_closed_form_and_guess():
+    how = {"ylabel": "time (s)", "closed": {"b": 1.5}, "guess": 3.0, "guess_at": "b"}
+    figure = pictures.bars({"a": 1.0, "b": 2.0}, **how)
+    assert [bar.get_height() for bar in figure.axes[0].patches] == [1.0, 2.0]
+    assert lines(figure)["your guess"] == [[1, 3.0]]
+    (form,) = figure.axes[0].collections
+    assert form.get_segments()[0][:, 1].tolist() == [1.5, 1.5]
 
 
-def test_stub_of_the_exercise_is_not_attempted():
-    stub = next(cell.source for cell in code("03_who_applies_the_update") if "def to_send" in cell.source)
-    names: dict = {}
-    exec(stub, names)
-    assert attempt(names["to_send"], names["at_server"]) == ("not attempted", "`to_send` still returns nothing.")
+def test_sketch_draws_every_box_arrow_and_note():
+    figure = pictures.sketch(
+        ["client", "replica"],
+        [("replica", 1, 2, "compute")],
+        [("client", 0, "replica", 1, "pull")],
+        [("client", 0, "①")],
+    )
+    (box,) = figure.axes[0].patches
+    assert (box.get_x(), box.get_width(), box.get_y() + box.get_height() / 2) == (1, 1, 0)
+    arrow, note = figure.axes[0].texts
+    assert (arrow.xy, arrow.xyann) == ((1, 0), (0, 1))
+    assert note.get_text() == "①"
 
 
-def test_half_an_attempt_names_the_missing_half():
-    outcome, why = attempt(lambda read, new: new - read, lambda held, message: None)
-    assert (outcome, why) == ("not attempted", "`at_server` still returns nothing.")
-
-
-def test_solution_of_the_exercise_is_correct():
-    solution = runpy.run_path(str(ROOT / "lessons" / "solutions" / "03_who_applies_the_update.py"))
-    outcome, why = attempt(solution["to_send"], solution["at_server"])
-    assert outcome == "correct"
-    assert "changes add up in any order" in why
-
-
-@pytest.mark.parametrize(
-    ("send", "serve"),
-    [
-        (lambda read, new: read - new, lambda held, message: held - message),
-        (lambda read, new: (read, new), lambda held, message: held + message[1] - message[0]),
-    ],
-)
-def test_other_right_answers_are_correct_too(send, serve):
-    assert attempt(send, serve)[0] == "correct"
-
-
-@pytest.mark.parametrize(
-    ("send", "serve", "misconception"),
-    [
-        (lambda read, new: new, lambda held, message: message, "keeps only the last write"),
-        (lambda read, new: new, lambda held, message: 0.5 * held + 0.5 * message, "half of each change"),
-        (lambda read, new: new, lambda held, message: held + message, "adds whole parameters"),
-        (lambda read, new: new - read, lambda held, message: message, "throws its parameters away"),
-        (lambda read, new: read - new, lambda held, message: held + message, "the sign is not"),
-        (lambda read, new: 0.0, lambda held, message: 0.75 * held, "It has no data"),
-        (lambda read, new: new - read, lambda held, message: held + message / 4, "from 64 to 36; yours ends at"),
-        (lambda read, new: new, min, "two workers pull, then both write, x should go from 64 to 32; yours ends at 48"),
-        (lambda read, new: new - read, lambda held, message: max(30, held + message), "four workers take random turns"),
-        (lambda read, new: new - read, lambda held, message: held + message["change"], "raised TypeError"),
-        (lambda read, new: unknown, lambda held, message: held, "raised NameError: name 'unknown'"),  # noqa: F821
-    ],
-)
-def test_wrong_answer_is_told_what_it_believes(send, serve, misconception):
-    outcome, why = attempt(send, serve)
-    assert outcome == "not yet"
-    assert misconception in why
-
-
-def test_verdict_shows_its_outcome_in_text_and_markdown():
-    verdict = who_applies.check(*who_applies.RIGHT)
-    assert repr(verdict).startswith("Correct: changes")
-    assert verdict._repr_markdown_().startswith("**Correct.** Changes")
+def test_check_names_simulated_cells_that_come_out_differently(tmp_path):
+    source = tmp_path / "01_chance.py"
+    source.write_text(
+        '# %%\nimport random\n\n# %% tags=["real"]\nrandom.random()\n\n# %%\n1 + random.random()\n\n# %%\n2\n'
+    )
+    notebook = build.build(source, tmp_path)
+    assert build.changed(source, notebook) == ["1 + random.random()"]

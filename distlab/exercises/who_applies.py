@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.exercises import Verdict, correct, not_attempted, not_yet
+from distlab.exercises import Exercise
 from distlab.task import Task
 
 Send = Callable[[float, float], Any]
@@ -85,20 +85,20 @@ def shuffled(seed: int, workers: int = 4, writes: int = 12) -> Schedule:
 SCHEDULES = [ALONE, TWO, *map(shuffled, range(8))]
 
 #: What attempts tend to believe: how it would send, how it would serve, and what is wrong with it.
-MISREADINGS: list[tuple[Send, Serve, str]] = [
-    (lambda read, new: new, lambda held, message: message,
+MISREADINGS: list[tuple[tuple[Send, Serve], str]] = [
+    ((lambda read, new: new, lambda held, message: message),
      "the server still keeps only the last write. That is `WorkerApplies`: whatever others wrote since the "
      "pull is gone. What did *this* worker change?"),
-    (lambda read, new: new, lambda held, message: (held + message) / 2,
+    ((lambda read, new: new, lambda held, message: (held + message) / 2),
      "an average of old and new keeps half of each change: already one worker alone falls behind. Send what "
      "changed, not what it became."),
-    (lambda read, new: new, lambda held, message: held + message,
+    ((lambda read, new: new, lambda held, message: held + message),
      "the server adds whole parameters to whole parameters. Only the *change* may be added."),
-    (lambda read, new: new - read, lambda held, message: message,
+    ((lambda read, new: new - read, lambda held, message: message),
      "the message is right, but the server throws its parameters away and keeps a change."),
-    (lambda read, new: read - new, lambda held, message: held + message,
+    ((lambda read, new: read - new, lambda held, message: held + message),
      "the size is right, the sign is not: the loss goes up. Which of `read` and `new` is subtracted?"),
-    (lambda read, new: new, lambda held, message: held - RATE * held,
+    ((lambda read, new: new, lambda held, message: held - RATE * held),
      "the server took a step at its *own* parameters. It has no data: only a worker knows the gradient, and "
      "knows it at what it had read."),
 ]  # fmt: skip
@@ -111,42 +111,15 @@ WHY = (
 )
 
 
-def check(to_send: Send, at_server: Serve) -> Verdict:
-    """Judge the two functions: if no update is lost, they end where a server that applies gradients ends.
-
-    Args:
-        to_send: (read, new) -> message, on the worker.
-        at_server: (held, message) -> new parameters, on the server.
-    """
-    try:
-        message = to_send(64.0, 48.0)
-        if message is None:
-            return not_attempted("`to_send` still returns nothing.")
-        if at_server(64.0, message) is None:
-            return not_attempted("`at_server` still returns nothing.")
-        ends = _ends(to_send, at_server)
-    except Exception as error:
-        return not_yet(f"your code raised {type(error).__name__}: {error}")
-    return _judged(ends, _ends(*RIGHT))
+def lose_nothing(to_send: Send, at_server: Serve) -> list[float]:
+    """Where each schedule ends; without a lost update it is where a server that applies gradients ends."""
+    return [float(play(schedule, to_send, at_server)) for schedule in SCHEDULES]
 
 
-def _judged(ends: list[float], wanted: list[float]) -> Verdict:
-    if _same(ends, wanted):
-        return correct(WHY)
-    for send, serve, why in MISREADINGS:
-        if _same(ends, _ends(send, serve)):
-            return not_yet(why)
-    at = next(i for i in range(len(ends)) if not _same(ends[i : i + 1], wanted[i : i + 1]))
+def _case(index: int, wanted: float, got: float) -> str:
     when = "one worker pulls and writes, twice", "two workers pull, then both write", "four workers take random turns"
-    return not_yet(
-        f"when {when[min(at, 2)]}, x should go from {START:g} to {wanted[at]:g}; yours ends at {ends[at]:g}."
-    )
+    return f"when {when[min(index, 2)]}, x should go from {START:g} to {wanted:g}; yours ends at {got:g}."
 
 
-def _ends(send: Send, serve: Serve) -> list[float]:
-    """Where each schedule ends."""
-    return [float(play(schedule, send, serve)) for schedule in SCHEDULES]
-
-
-def _same(ends: list[float], wanted: list[float]) -> bool:
-    return all(abs(end - want) < 1e-6 for end, want in zip(ends, wanted, strict=True))
+#: (to_send, at_server): (read, new) -> message, on the worker; (held, message) -> new parameters, on the server.
+check = Exercise(play=lose_nothing, right=RIGHT, why=WHY, misreadings=MISREADINGS, cases=_case).check

@@ -14,7 +14,7 @@ import distlab as dl
 from distlab import plots
 from distlab.exercises import pictures, who_applies
 
-# %% tags=["parameters"]
+# %% tags=["parameters"] small="num_updates, worker_counts = 40, (1, 2)"
 num_updates, worker_counts = 400, (1, 2, 4, 8)
 
 # %% [markdown]
@@ -36,18 +36,18 @@ pictures.space_time()
 # %%
 my_guess = None
 
-# %% [markdown]
+# %% [markdown] numbers="the padding is set in the next cell"
 # ## Experiment
 #
 # Handwritten digits, a small network, four worker processes and one server process on this machine. Each
 # gradient is padded to 5 ms, so that the workers are equally fast.
 
-# %%
+# %% tags=["real"]
 task, cluster = dl.tasks.digits(), dl.LocalCluster(num_workers=4, compute_time_s=0.005)
 run = dl.train(task, dl.AsyncPS(), cluster, num_updates=num_updates, progress=False)
 run
 
-# %%
+# %% tags=["real"]
 def some(run, span_s=0.03):
     start = run.seconds / 2
     return {"from_s": start, "to_s": start + span_s}
@@ -62,19 +62,19 @@ plots.plot_timeline(run, **some(run), title=f"you: {my_guess or 'no guess'}; the
 # %%
 Markdown(f"**{applied_by} applied all {run.num_updates} updates**, one per gradient. Here is the life of one:")
 
-# %%
+# %% tags=["real"]
 columns = ["who", "kind", "worker", "step", "read", "version", "start_s", "end_s"]
 step = num_updates // 8
 run.trace.table().query("worker == 1 and step == @step")[columns].round(4)
 
-# %%
+# %% tags=["real"]
 print(run.trace.where("apply", worker=1)[step])
 
 # %% [markdown]
 # So a gradient read at version *v* is applied as version *u*, and *u* − 1 − *v* others came in between. That
 # number is its *staleness*. Nobody checks it and nobody waits until it is zero.
 
-# %%
+# %% tags=["real"]
 wait = run.trace.select("wait")
 wait_ms = 1000 * sorted(wait["end_s"] - wait["start_s"])[len(wait) // 2]
 Markdown(
@@ -107,10 +107,10 @@ dl.Explorer(ages, workers=(1, 16), times=["equal", "exponential"])
 # %% [markdown]
 # Is anything broadcast? Count every message. (`unused` gradients arrived after the last update.)
 
-# %%
+# %% tags=["real"]
 run.trace.table().groupby(["who", "kind"]).size().unstack(fill_value=0)
 
-# %%
+# %% tags=["real"]
 pushes, pulls = len(run.trace.select("push")), len(run.trace.select("pull"))
 seen = {int(v) for v in run.trace.select("pull", who="worker 1")["version"]}
 Markdown(
@@ -178,16 +178,16 @@ writing = sweep(dl.WorkerApplies())
 # was made from. Start at the last one and follow its ancestors to version 0; what is not among them was
 # overwritten.
 
-# %%
+# %% tags=["real"]
 from distlab.reports import survivors
 
 found = {p: survivors(r.trace) for p, r in writing.items()}
 found
 
-# %%
+# %% tags=["real"]
 shares = {"WorkerApplies": {p: s.share for p, s in found.items()}}
 closed = {"1/P": lambda p: 1 / p}
-pictures.by_workers(shares, closed, ylabel="share of updates that survive", guess=my_share)
+pictures.against(shares, closed, ylabel="share of updates that survive", guess=my_share)
 
 # %% [markdown]
 # Between a worker's read and its write, each of the others writes once, and all of that is overwritten. One
@@ -196,7 +196,7 @@ pictures.by_workers(shares, closed, ylabel="share of updates that survive", gues
 #
 # Is the descent to be believed? Ask a model that counts: each of its updates adds exactly 1.
 
-# %%
+# %% tags=["real"]
 counter = who_applies.counting_task()
 back = dl.train(counter, dl.WorkerApplies(), cluster, num_updates=num_updates, progress=False)
 push = dl.train(counter, dl.AsyncPS(locking="server"), cluster, num_updates=num_updates, progress=False)
@@ -209,14 +209,14 @@ Markdown(
 # %% [markdown]
 # What does it cost? Compare with one worker that makes only as many updates as survived.
 
-# %%
+# %% tags=["real"]
 most = max(worker_counts)
 pushing, left = sweep(dl.AsyncPS()), found[most].surviving
 alone = dl.train(task, dl.SingleWorker(), cluster, num_updates=left, progress=False)
 compared = {f"AsyncPS, {most} workers": pushing[most], f"WorkerApplies, {most} workers": writing[most]}
 plots.plot_loss({**compared, f"one worker, {left} updates": alone})
 
-# %%
+# %% tags=["real"]
 accuracy = [r.evaluate()["accuracy"] for r in (pushing[most], writing[most], alone)]
 Markdown(
     f"Accuracy after {num_updates} updates: **{accuracy[0]:.1%}** applied by the server, **{accuracy[1]:.1%}** "
@@ -240,16 +240,16 @@ Markdown(f"Gradient and parameters are {n_kB:.1f} kB each; per update, AsyncPS m
 # %%
 my_kB = None
 
-# %%
+# %% tags=["real"]
 posting = sweep(dl.BroadcastGradients())
 kB = {
     name: {p: run.bytes_sent / run.num_updates / 1000 for p, run in runs.items()}
     for name, runs in {"BroadcastGradients": posting, "AsyncPS": pushing}.items()
 }
 closed = {"(P + 1) n": lambda p: (p + 1) * n_kB, "2 n": lambda p: 2 * n_kB}
-pictures.by_workers(kB, closed, ylabel="kB sent per update", guess=my_kB)
+pictures.against(kB, closed, ylabel="kB sent per update", guess=my_kB)
 
-# %%
+# %% tags=["real"]
 Markdown(
     f"With {most} workers: **{kB['BroadcastGradients'][most]:.0f} kB** per update, against "
     f"{kB['AsyncPS'][most]:.0f} kB; and **{len(posting[most].who_applied)} optimizers**, against "
@@ -263,7 +263,7 @@ Markdown(
 #
 # Let a worker of `AsyncPS` try to apply its gradient itself:
 
-# %% tags=["raises-exception"]
+# %% tags=["real", "raises-exception"]
 # %xmode Minimal
 class Impatient(dl.AsyncPS):
     def work(self, worker, server):
@@ -301,7 +301,7 @@ class OneIsSlow(dl.AsyncPS):
             time.sleep(self.delay_ms / 1000 if worker.index == 0 else 0)
             params = server.push(worker.gradient(params, batch))
 
-# %%
+# %% tags=["real"]
 def trial(delay_ms=20, num_workers=4):
     some_workers = dl.LocalCluster(num_workers=num_workers, compute_time_s=0.005)
     slow = OneIsSlow(delay_ms=delay_ms)
@@ -312,7 +312,7 @@ def trial(delay_ms=20, num_workers=4):
 
 trial()
 
-# %%
+# %% tags=["real"]
 from ipywidgets import IntSlider, interact
 
 delay = IntSlider(20, min=0, max=50, step=10, continuous_update=False)
